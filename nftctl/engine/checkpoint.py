@@ -1,0 +1,220 @@
+"""Tensors to disk and back: asynchronous saves as safetensors through torch's distributed checkpoint, and strict loads.
+
+Owns the snapshot, the one save in flight, and the flat names of optimizer state (`optim.<parameter>.exp_avg`, ...).
+What makes a folder a checkpoint is the manifest, which is not written here. Refuses anything but tensors before the
+first byte is written, because the writer would keep the rest as a pickle, and refuses to load anything that is not
+exactly what the run needs, because the reader skips missing shards and ignores what it was not asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from nftctl.errors import CheckpointUnusable, TrainingFailed
+from nftctl.run.hashing import DTYPE_NAMES
+from nftctl.run.tensors import compare_tensors
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps for a parameter that has been stepped."""
+
+_NO_SPACE = {errno.ENOSPC: "no space is left on the device", errno.EDQUOT: "the disk quota is used up"}
+
+
+class Saver:
+    """One asynchronous save at a time, on a gloo group of its own.
+
+    The group must carry nothing else: the save's collectives run in a thread, and on a group shared with training the
+    two would wait for each other for ever.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) != "gloo":
+            raise ValueError(f"the save group must be gloo, got {dist.get_backend(group)}")
+        self._group = group
+        self._pending: Future[Any] | None = None
+        self._folder = Path()
+
+    @property
+    def busy(self) -> bool:
+        """True between `begin` and `finish`."""
+        return self._pending is not None
+
+    def begin(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Copy `state` and start writing it to `folder`, which must be empty or absent; collective over the group.
+
+        Tensors may change as soon as this returns. Plain tensors count as replicated: each is written by one rank.
+        Raises TypeError for a value that is not a tensor, CheckpointUnusable for a folder that holds something.
+        """
+        if self._pending is not None:
+            raise RuntimeError(f"the save to {self._folder} has not been finished")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise CheckpointUnusable(f"{folder} is not empty, so what is written there could not be told from what was")
+        copies = snapshot(state)
+        self._folder = folder
+        self._pending = _future(
+            async_save(
+                copies, storage_writer=_SnapshotWriter(str(folder), save_distributed=True), process_group=self._group
+            )
+        )
+
+    def finish(self) -> None:
+        """Wait until every rank's files are on the disk; does nothing when no save is in flight.
+
+        Raises, on every rank, CheckpointUnusable when a rank could not write and TrainingFailed when a rank went away.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except CheckpointException as error:
+            raise _write_failure(error, self._folder) from error
+        except Exception as error:
+            raise TrainingFailed(f"the save to {self._folder} broke off: {error}") from error
+
+
+class _SnapshotWriter(HuggingFaceStorageWriter):
+    """The writer for tensors that are already copies: stages nothing a second time, and touches no accelerator."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.per_thread_copy_ahead = 0
+        return state_dict
+
+
+def _future(response: Any) -> Future[Any]:
+    return response if isinstance(response, Future) else response.upload_completion
+
+
+def _write_failure(error: CheckpointException, folder: Path) -> CheckpointUnusable | TrainingFailed:
+    """The first failing rank's reason as one of our errors."""
+    rank, (cause, _) = min(error.failures.items())
+    if not isinstance(cause, OSError):
+        return TrainingFailed(f"rank {rank} failed to save to {folder}: {cause!r}", rank=rank)
+    reason = _NO_SPACE.get(cause.errno or 0, cause.strerror or str(cause))
+    return CheckpointUnusable(
+        f"rank {rank} could not write the checkpoint to {folder}: {reason}",
+        hint="free space or choose another job.run_dir, then resume from the newest complete checkpoint",
+    )
+
+
+def snapshot(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that share nothing with `state`: plain tensors on the CPU, sharded ones where their mesh lives."""
+    foreign = sorted(name for name, value in state.items() if not isinstance(value, Tensor))
+    if foreign:
+        raise TypeError(f"only tensors can be saved, not {', '.join(foreign)}")
+    return {name: _copy(value.detach()) for name, value in state.items()}
+
+
+def _copy(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.clone()
+    return value.to(device="cpu", copy=True).contiguous()
+
+
+def describe(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Dtype and whole shape of each tensor, as the manifest lists them: {"dtype": "F32", "shape": [16, 64]}."""
+    return {
+        name: {"dtype": DTYPE_NAMES[str(value.dtype).removeprefix("torch.")], "shape": list(value.shape)}
+        for name, value in sorted(state.items())
+    }
+
+
+def load(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New tensors with the stored values, each with the dtype, shape, device and sharding of its namesake in `like`.
+
+    Call it after the manifest was verified. No collective runs, so a refusal on one rank strands no other. Raises
+    CheckpointUnusable with every missing, extra, wrongly typed, wrongly shaped or incomplete tensor.
+    """
+    problems = compare_tensors(sorted(folder.glob("*.safetensors")), describe(like), root=folder)
+    if problems:
+        # The comparison speaks of what was announced, which here is what the run needs.
+        listed = "\n  ".join(problem.replace("the manifest", "this run") for problem in problems)
+        raise CheckpointUnusable(f"{folder} does not hold the tensors of this run:\n  {listed}")
+    target = {name: torch.empty_like(value.detach()) for name, value in like.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp_load(target, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except CheckpointException as error:
+            cause = min(error.failures.items())[1][0]
+            raise CheckpointUnusable(f"{folder} could not be read: {cause!r}") from error
+    return target
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[str, Parameter]) -> tuple[dict[str, Tensor], list[str]]:
+    """AdamW's state under flat names, and the parameters that have any, sorted.
+
+    A parameter that never had a gradient has no state: it is left out and so not listed, and nothing is made up for it.
+    The tensors are the optimizer's own, not copies.
+    """
+    _check_names(optimizer, names)
+    entries = sorted(name for name, parameter in names.items() if optimizer.state.get(parameter))
+    tensors = {}
+    for name in entries:
+        state = optimizer.state[names[name]]
+        if set(state) != set(MOMENTS):
+            raise ValueError(f"the optimizer keeps {sorted(state)} for {name}, and only {sorted(MOMENTS)} can be saved")
+        tensors.update({_key(name, moment): state[moment] for moment in MOMENTS})
+    return tensors, entries
+
+
+def optimizer_like(names: Mapping[str, Parameter], entries: Iterable[str]) -> dict[str, Tensor]:
+    """Stand-ins for `load`: what the state of `entries` looks like. Raises CheckpointUnusable for unknown entries."""
+    like = {}
+    for name in _known(names, entries):
+        parameter = names[name].detach()
+        like.update({_key(name, moment): parameter for moment in MOMENTS[:2]})
+        like[_key(name, "step")] = torch.zeros((), dtype=torch.float32)
+    return like
+
+
+def load_optimizer(
+    optimizer: Optimizer, names: Mapping[str, Parameter], tensors: Mapping[str, Tensor], entries: Sequence[str]
+) -> None:
+    """Give the optimizer exactly the state of `entries`; every other parameter starts without any.
+
+    Hyperparameters stay as they are. The optimizer keeps `tensors` themselves, so they must not be used again.
+    """
+    _check_names(optimizer, names)
+    state = {name: {moment: tensors[_key(name, moment)] for moment in MOMENTS} for name in _known(names, entries)}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): i for i, parameter in enumerate(ordered)}
+    optimizer.load_state_dict(
+        {
+            "state": {index[id(names[name])]: moments for name, moments in state.items()},
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+
+
+def _known(names: Mapping[str, Parameter], entries: Iterable[str]) -> list[str]:
+    unknown = sorted(set(entries) - set(names))
+    if unknown:
+        raise CheckpointUnusable(f"the checkpoint has optimizer state for unknown parameters: {', '.join(unknown)}")
+    return sorted(entries)
+
+
+def _check_names(optimizer: Optimizer, names: Mapping[str, Parameter]) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held != {id(parameter) for parameter in names.values()} or len(held) != len(names):
+        raise ValueError("the names do not cover the optimizer's parameters one to one")
+
+
+def _key(name: str, moment: str) -> str:
+    return f"optim.{name}.{moment}"

@@ -1,0 +1,171 @@
+"""All ranks as one thing: start them, call them together, blame one, end all.
+
+Refuses to wait for ever: once one rank has finished a stage, the others have the collective time-out to follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nftctl.engine.placement import place, start_ray
+from nftctl.engine.worker import Worker
+from nftctl.errors import NftctlError, TrainingFailed
+from nftctl.profile.schema import Profile
+
+GRACE_S = 3.0
+"""Seconds to wait for further failures after the first, so that the cause is blamed and not a neighbour."""
+
+
+@dataclass(slots=True)
+class _Failures:
+    by_rank: dict[int, BaseException] = field(default_factory=dict)
+
+    def worst(self) -> tuple[int, BaseException]:
+        """The rank to blame: one that died, else one that raised something of its own, else a broken collective."""
+
+        def order(item: tuple[int, BaseException]) -> tuple[int, int]:
+            rank, error = item
+            if _died(error):
+                return 0, rank
+            cause = getattr(error, "cause", error)
+            return (3 if _is_echo(cause) else 1 if isinstance(cause, NftctlError) else 2), rank
+
+        return min(self.by_rank.items(), key=order)
+
+
+def _died(error: BaseException) -> bool:
+    from ray.exceptions import RayActorError
+
+    return isinstance(error, RayActorError)
+
+
+def _is_echo(error: BaseException) -> bool:
+    """A collective that broke because a peer was gone says nothing about this rank."""
+    text = str(error).lower()
+    return any(part in text for part in ("connection closed", "connection reset", "timed out", "socket", "nccl"))
+
+
+class Group:
+    """The actors of a run, one per rank."""
+
+    def __init__(self, actors: list[Any], device: str, logs: Path | None, timeout_s: float) -> None:
+        self.actors = actors
+        self.device = device
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self.members: list[dict[str, Any]] = []
+
+    @classmethod
+    def start(cls, profile: Profile, logs: Path | None, born: Callable[[Group], None]) -> Group:
+        """Start Ray, one actor per rank, and join them into one process group.
+
+        `born` receives the group as soon as there is something to shut down, also when the rest of the start fails.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ranks, timeout = profile.ranks, profile.grid.collective_timeout_s
+        group = cls([], "cpu", logs, timeout)
+        born(group)
+        device = group.device = start_ray(profile.grid, ranks)
+        bundles = place(ranks, device)
+        remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0, max_restarts=0)(Worker)
+        group.actors = [
+            remote.options(  # type: ignore[attr-defined]
+                scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
+            ).remote(rank, logs / f"rank_{rank}.log" if logs else None, profile.job.deterministic)
+            for rank in range(ranks)
+        ]
+        group.members = group.call("about")
+        host, port = group.call_one(0, "host_store", ranks, timeout)
+        group.call("join", ranks, host, port, device, timeout)
+        return group
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` on every rank at once and return the answers in rank order."""
+        return self._wait({getattr(a, method).remote(*args): rank for rank, a in enumerate(self.actors)}, method)
+
+    def call_one(self, rank: int, method: str, *args: Any) -> Any:
+        """Call `method` on one rank."""
+        return self._wait({getattr(self.actors[rank], method).remote(*args): rank}, method)[0]
+
+    def _wait(self, pending: Mapping[Any, int], method: str) -> list[Any]:
+        import ray
+
+        left, answers, failures = dict(pending), {}, _Failures()
+        deadline: float | None = None
+        while left:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(left), num_returns=1, timeout=timeout)
+            if not ready:
+                break
+            rank = left.pop(ready[0])
+            try:
+                answers[rank] = ray.get(ready[0])
+            except Exception as error:
+                failures.by_rank[rank] = error
+            patience = GRACE_S if failures.by_rank else self._timeout_s
+            deadline = time.monotonic() + patience if deadline is None or failures.by_rank else deadline
+        if failures.by_rank:
+            self._blame(failures, method)
+        if left:
+            late = sorted(left.values())
+            raise TrainingFailed(
+                f"rank {late[0]} did not finish `{method}` within {self._timeout_s:.0f} s of the first rank "
+                f"(late: {late})",
+                rank=late[0],
+                log=self._log(late[0]),
+            )
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _blame(self, failures: _Failures, method: str) -> None:
+        rank, error = failures.worst()
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, TrainingFailed):
+            cause.rank = rank if cause.rank is None else cause.rank
+            cause.log = cause.log or self._log(rank)
+            raise cause from None
+        if isinstance(cause, NftctlError):
+            raise cause from None
+        if _died(error):
+            text = f"rank {rank} died in `{method}`{self._where(rank)}: its process ended without an exception"
+        else:
+            text = f"rank {rank} failed in `{method}`{self._where(rank)}: {type(cause).__name__}: {cause}"
+        raise TrainingFailed(text, rank=rank, log=self._log(rank)) from None
+
+    def _where(self, rank: int) -> str:
+        member = next((m for m in self.members if m["rank"] == rank), None)
+        return f" (pid {member['pid']} on {member['host']})" if member else ""
+
+    def _log(self, rank: int) -> str:
+        return str(self._logs / f"rank_{rank}.log") if self._logs else ""
+
+    def shutdown(self) -> None:
+        """Kill every actor and end this run's Ray; leave every other Ray alone."""
+        import ray
+
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        for member in self.members:
+            # A stopped process ignores Ray's polite kill; it is ours, on this host, and must not outlive the run.
+            if member["host"] == os.uname().nodename and _is_rank_process(member["pid"]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member["pid"], signal.SIGKILL)
+
+
+def _is_rank_process(pid: int) -> bool:
+    """Whether `pid` is still a Ray actor of ours and not a later process with the same number."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

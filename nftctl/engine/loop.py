@@ -1,0 +1,270 @@
+"""The imperative loop: start everything, take step after step on all ranks, stop cleanly however it ends.
+
+Owns the order of a run and the one RunState. A failed step leaves cursor and checkpoint where they were; whatever
+happens, no process of the run is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nftctl.engine import services
+from nftctl.engine.evaluation import Evaluation
+from nftctl.engine.group import Group
+from nftctl.engine.plan import JobPlan, plan_versions
+from nftctl.engine.report import JsonLines, Reporter, TensorBoard, join_grids, write_curve
+from nftctl.engine.saving import Checkpoints
+from nftctl.engine.worker import WorkerSpec
+from nftctl.errors import RewardFailed, TrainingFailed
+from nftctl.run.canonical import pretty_bytes
+from nftctl.run.checkpoints import discard_partials
+from nftctl.run.directory import RunDirectory, atomic_write
+from nftctl.run.state import RunState
+
+_stop_signal = 0
+
+
+def request_stop(signum: int) -> None:
+    """Finish the running step, save, and end. Safe to call from a signal handler."""
+    global _stop_signal
+    _stop_signal = signum
+
+
+def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> dict[str, Any]:
+    """Run `plan` to its end and return the closing summary.
+
+    Starts and ends its own ranks, unless a started `group` of the right size is lent; that one is left running.
+    Raises RewardFailed before anything is created when an http provider is not what is pinned, CheckpointUnusable when
+    the run folder is in use, TrainingFailed when a rank fails.
+    """
+    request_stop(0)
+    reporter.note("asking the reward providers for their revision")
+    http = services.ask_http(plan.profile, plan.revisions)
+    run = _open_folder(plan)
+    with run.lock(), contextlib.ExitStack() as stack:
+        if plan.resume_from:
+            discard_partials(run.checkpoints)
+            atomic_write(run.run_json, pretty_bytes(run.read_record() | {"total_steps": plan.total_steps}))
+        logs = run.new_attempt()
+        embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
+        answered = [(http | embedded)[p.name] for p in plan.profile.reward.providers]
+        files = stack.enter_context(_files(run, plan))
+        if group is None:
+            reporter.note(f"starting Ray and {plan.profile.ranks} ranks")
+            group = stack.enter_context(_group(plan, logs))
+        facts = group.call("build", _spec(plan, answered, logs))[0]
+        reporter.note(
+            f"{plan.profile.ranks} ranks on {group.device}: {facts['base_parameters']:,} sharded base parameters, "
+            f"{facts['lora_parameters']:,} trained in {facts['lora_tensors']} tensors"
+        )
+        return _Run(plan, run, group, files, reporter).go()
+
+
+def _open_folder(plan: JobPlan) -> RunDirectory:
+    if plan.resume_from:
+        return RunDirectory.open(plan.run_path)
+    return RunDirectory.create(
+        plan.run_path.parent,
+        plan.run_path.name,
+        profile_text=plan.profile_text,
+        resolved=plan.profile.model_dump(),
+        record=plan.record() | {"versions": plan_versions()},
+    )
+
+
+def _spec(plan: JobPlan, answered: list[services.Service], logs: Path) -> WorkerSpec:
+    return WorkerSpec(
+        profile=plan.profile,
+        family=plan.family,
+        base=plan.base,
+        prompt_path=plan.prompt_path,
+        endpoints=tuple(service.endpoint for service in answered),
+        component_names=tuple(services.component_names(answered)),
+        request_key=f"{plan.run_id}/{logs.name}",
+        resume_from=plan.resume_from,
+    )
+
+
+@contextlib.contextmanager
+def _group(plan: JobPlan, logs: Path) -> Iterator[Group]:
+    # Ray puts handlers of its own in place that would end the process at the first SIGTERM.
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    started: list[Group] = []
+    try:
+        group = Group.start(plan.profile, logs, started.append)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        yield group
+    finally:
+        for group in started:
+            group.shutdown()
+
+
+@dataclass(slots=True)
+class _Files:
+    metrics: JsonLines
+    evaluations: JsonLines
+    board: TensorBoard
+
+
+@contextlib.contextmanager
+def _files(run: RunDirectory, plan: JobPlan) -> Iterator[_Files]:
+    step = plan.state.step
+    metrics = JsonLines(run.metrics, keep_through=step)
+    evaluations = JsonLines(run.path / "evaluations.jsonl", keep_through=step)
+    board = TensorBoard(run.path / "tensorboard", enabled=plan.profile.logging.tensorboard)
+    try:
+        yield _Files(metrics, evaluations, board)
+    finally:
+        metrics.close()
+        evaluations.close()
+        board.close()
+
+
+@dataclass(slots=True)
+class _Run:
+    plan: JobPlan
+    run: RunDirectory
+    group: Group
+    files: _Files
+    reporter: Reporter
+    started: float = field(default_factory=time.monotonic)
+
+    def go(self) -> dict[str, Any]:
+        """Look, train, look again, sum up."""
+        plan, state = self.plan, self.plan.state
+        saves = Checkpoints(plan, self.run, self.group)
+        evaluation = Evaluation.of(plan.profile, plan.prompt_path)
+        if state.step == 0:
+            self._look(evaluation, 0)
+        try:
+            state = self._train(state, saves, evaluation)
+        except RewardFailed:
+            # All ranks are alive, so a checkpoint that is being written can still become whole.
+            saves.finish()
+            raise
+        finally:
+            self.reporter.done()
+        saves.finish()
+        return self._summary(state, saves, self._last_grid())
+
+    def _train(self, state: RunState, saves: Checkpoints, evaluation: Evaluation) -> RunState:
+        every = self.plan.profile.checkpoint.every
+        while state.step < self.plan.total_steps:
+            state = self._step(state)
+            last = state.step == self.plan.total_steps or bool(_stop_signal)
+            saves.finish()
+            if last or (every and state.step % every == 0):
+                saves.begin(state, self.files.metrics.rows)
+            self._look_if_due(evaluation, state.step)
+            if last:
+                break
+        return state
+
+    def _step(self, state: RunState) -> RunState:
+        timer = _Timer()
+        with timer.stage("sample"):
+            self.group.call("sample", state)
+        with timer.stage("prepare"):
+            self.group.call("prepare", state)
+        with timer.stage("reward_exposed"):
+            self.group.call("score")
+        with timer.stage("train"):
+            answers = self.group.call("train", state)
+        metrics, state = _agreed(answers)
+        row = {"step": state.step, **metrics, **timer.row()}
+        self.files.metrics.append(row)
+        self.files.board.scalars(row)
+        self.reporter.step(row, self.plan.total_steps)
+        self._warn(row)
+        return state
+
+    def _warn(self, row: dict[str, Any]) -> None:
+        profile, step = self.plan.profile, row["step"]
+        if row["reward/zero_spread_groups"] >= profile.data.rows_per_step - row["reward/dropped_groups"]:
+            self.reporter.warn(
+                f"step {step}: every group has one reward for all its samples; nothing is learned from it"
+            )
+        if row["train/advantage_clamped_low"] + row["train/advantage_clamped_high"] > 0.5:
+            self.reporter.warn(f"step {step}: more than half of the advantages are at the clamp")
+        if row["reward/dropped_groups"]:
+            self.reporter.warn(f"step {step}: {row['reward/dropped_groups']:.0f} groups dropped, their scores failed")
+
+    def _look_if_due(self, evaluation: Evaluation, step: int) -> None:
+        settings, last = self.plan.profile, step == self.plan.total_steps
+        scored = last or bool(settings.eval.every and step % settings.eval.every == 0)
+        drawn = last or bool(settings.samples.every and step % settings.samples.every == 0)
+        self._look(evaluation, step, scored=scored, drawn=drawn)
+
+    def _look(self, evaluation: Evaluation, step: int, *, scored: bool = True, drawn: bool = True) -> None:
+        row = evaluation.score(self.group, step) if scored else {}
+        if row:
+            self.files.evaluations.append(row)
+            self.files.board.scalars(row)
+            self.reporter.note(f"held-out reward {row['eval/reward']:.3f} at step {step}")
+        path = evaluation.draw(self.group, self.run.samples / f"step_{step:06d}.png", step) if drawn else None
+        if path:
+            self.files.board.image("samples", step, path)
+
+    def _last_grid(self) -> Path | None:
+        grids = sorted(self.run.samples.glob("step_*.png"))
+        if len(grids) < 2:
+            return grids[0] if grids else None
+        target = self.run.samples / "before_after.png"
+        join_grids(grids[0], grids[-1], target)
+        return target
+
+    def _summary(self, state: RunState, saves: Checkpoints, grid: Path | None) -> dict[str, Any]:
+        evaluations, rows = self.files.evaluations.rows, self.files.metrics.rows
+        write_curve(self.run.path / "reward.svg", rows, evaluations)
+        return {
+            "run": str(self.run.path),
+            "profile": self.plan.profile_name,
+            "device": self.group.device,
+            "steps": {"from": self.plan.state.step, "to": state.step, "total": self.plan.total_steps},
+            "stopped": signal.Signals(_stop_signal).name if _stop_signal else None,
+            "checkpoint": str(saves.newest) if saves.newest else None,
+            "samples": str(grid) if grid else None,
+            "eval": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else None,
+            "train": {"first": rows[0], "last": rows[-1]} if rows else None,
+            "seconds": round(time.monotonic() - self.started, 1),
+        }
+
+
+def _agreed(answers: list[tuple[dict[str, float], RunState]]) -> tuple[dict[str, float], RunState]:
+    """The ranks' common row and state; machine figures are summed, everything else must be equal to the bit."""
+    rows = [{k: v for k, v in row.items() if not k.startswith("system/")} for row, _ in answers]
+    for rank, (row, (_, state)) in enumerate(zip(rows, answers, strict=True)):
+        if row != rows[0] or state != answers[0][1]:
+            keys = sorted(k for k in rows[0] if row.get(k) != rows[0][k])
+            raise TrainingFailed(f"rank {rank} disagrees with rank 0 on {', '.join(keys) or 'the state'}", rank=rank)
+    system: dict[str, float] = {}
+    for row, _ in answers:
+        for key, value in row.items():
+            if key.startswith("system/"):
+                system[key] = max(system.get(key, 0.0), value) if "peak" in key else system.get(key, 0.0) + value
+    return rows[0] | system, answers[0][1]
+
+
+class _Timer:
+    """Seconds per stage of one step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._stages: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._stages[name] = time.perf_counter() - before
+
+    def row(self) -> dict[str, float]:
+        stages = {f"timer/{name}": round(seconds, 4) for name, seconds in self._stages.items()}
+        return stages | {"timer/step": round(time.perf_counter() - self._start, 4)}

@@ -1,0 +1,242 @@
+"""From a resolved profile to a plan: everything that is known before a process is started. Torch-free; creates nothing.
+
+Owns the computation of hashes, identity and seed contract, and the comparison of a resumed run with its checkpoint.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nftctl import __version__
+from nftctl.errors import CheckpointUnusable, Difference, ResumeRefused, RewardFailed
+from nftctl.profile.load import Resolved
+from nftctl.profile.prompts import base_folder, read_prompts, resolve_prompt_file
+from nftctl.profile.schema import Profile, Provider
+from nftctl.profile.t2i import T2I_PROFILES
+from nftctl.reward.scorers import scorer_revision
+from nftctl.run import hashing, identity
+from nftctl.run.directory import RunDirectory
+from nftctl.run.manifest import Manifest, read_manifest, verify
+from nftctl.run.state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A run that could start now.
+
+    state         where it begins; all zeros for a fresh run
+    resume_from   the checkpoint folder, or None
+    revisions     provider name -> the revision every reply must carry
+    """
+
+    profile: Profile
+    profile_name: str
+    profile_text: str
+    run_path: Path
+    run_id: str
+    total_steps: int
+    state: RunState
+    resume_from: Path | None
+    family: str
+    base: Path
+    base_fingerprint: str
+    prompt_path: Path
+    prompt_hash: str
+    prompt_count: int
+    revisions: dict[str, str]
+    identity: dict[str, object]
+    identity_hash: str
+    seed_contract: dict[str, object]
+    argv: list[str] = field(default_factory=list)
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """True when the stored total is already reached."""
+        return self.state.step >= self.total_steps
+
+    def describe(self) -> dict[str, Any]:
+        """What `--dry-run` prints."""
+        rl, grid = self.profile.rl, self.profile.grid
+        return {
+            "profile": self.profile_name,
+            "run": str(self.run_path),
+            "resume_from": str(self.resume_from) if self.resume_from else None,
+            "steps": {"from": self.state.step, "to": self.total_steps},
+            "ranks": self.profile.ranks,
+            "device": grid.device,
+            "rows_per_step": self.profile.data.rows_per_step,
+            "samples_per_step": self.profile.data.rows_per_step * rl.group_size,
+            "base": {"path": str(self.base), "fingerprint": self.base_fingerprint},
+            "prompts": {"path": str(self.prompt_path), "count": self.prompt_count, "sha256": self.prompt_hash},
+            "reward": [
+                {"name": p.name, "kind": p.kind, "url": p.url, "revision": self.revisions[p.name], "weight": p.weight}
+                for p in self.profile.reward.providers
+            ],
+            "checkpoint_every": self.profile.checkpoint.every,
+            "identity": self.identity_hash,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """The facts written to run.json."""
+        return {
+            "run_id": self.run_id,
+            "profile": self.profile_name,
+            "identity": self.identity_hash,
+            "identity_document": self.identity,
+            "seed_contract": self.seed_contract,
+            "base_fingerprint": self.base_fingerprint,
+            "reward_revisions": self.revisions,
+            "total_steps": self.total_steps,
+            "argv": self.argv,
+        }
+
+
+def pinned_revision(provider: Provider) -> str:
+    """The revision that this provider must serve: the profile's, or the packaged scorer's own hash.
+
+    Raises RewardFailed when an embedded scorer differs from the revision that the profile pins.
+    """
+    if provider.kind == "http":
+        return provider.revision
+    served = scorer_revision(provider.scorer)
+    if provider.revision and provider.revision != served:
+        raise RewardFailed(
+            f"reward provider {provider.name}: the profile pins revision {provider.revision}, "
+            f"the packaged scorer {provider.scorer} is {served}",
+            hint="remove the pin, or install the nftctl release that ships that scorer",
+        )
+    return served
+
+
+def run_folder_name(resolved: Resolved) -> str:
+    """job.name, else the profile's name with date and time."""
+    return resolved.profile.job.name or f"{resolved.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _hash_folder(value: str) -> str:
+    return hashing.fingerprint_base(Path(value).expanduser()) if value else ""
+
+
+def _build(
+    resolved: Resolved, *, run_path: Path, run_id: str, total: int, argv: Sequence[str], **start: Any
+) -> JobPlan:
+    profile = resolved.profile
+    base = base_folder(profile.rl.init_from)
+    prompts = resolve_prompt_file(profile.data.prompt_file, "train")
+    dump = profile.model_dump()
+    prompt_hash = hashing.hash_file(prompts)
+    base_fingerprint = hashing.fingerprint_base(base)
+    revisions = {p.name: pinned_revision(p) for p in profile.reward.providers}
+    document = identity.identity_document(
+        dump,
+        base_fingerprint=base_fingerprint,
+        prompt_hash=prompt_hash,
+        vae_hash=_hash_folder(profile.model.vae),
+        tokenizer_hash=_hash_folder(profile.model.tokenizer),
+        revisions=revisions,
+    )
+    return JobPlan(
+        profile=profile,
+        profile_name=resolved.name,
+        profile_text=resolved.text,
+        run_path=run_path,
+        run_id=run_id,
+        total_steps=total,
+        family=T2I_PROFILES[profile.rl.profile].family,
+        base=base,
+        base_fingerprint=base_fingerprint,
+        prompt_path=prompts,
+        prompt_hash=prompt_hash,
+        prompt_count=len(read_prompts(prompts)),
+        revisions=revisions,
+        identity=document,
+        identity_hash=identity.fingerprint(document),
+        seed_contract=identity.seed_contract(dump, prompt_hash=prompt_hash),
+        argv=list(argv),
+        **start,
+    )
+
+
+def plan_launch(resolved: Resolved, *, run_dir: Path | None = None, argv: Sequence[str] = ()) -> JobPlan:
+    """The plan of a fresh run; the profile has passed preflight."""
+    parent = run_dir or Path(resolved.profile.job.run_dir).expanduser()
+    total = resolved.profile.rl.max_steps
+    if total is None:  # preflight's `max-steps-missing`; this is the type checker's proof
+        raise ValueError("rl.max_steps is not set")
+    return _build(
+        resolved,
+        run_path=parent / run_folder_name(resolved),
+        run_id=secrets.token_hex(8),
+        total=total,
+        argv=argv,
+        state=RunState(),
+        resume_from=None,
+    )
+
+
+def plan_resume(
+    run: RunDirectory, checkpoint: Path, resolved: Resolved, *, steps: int | None = None, argv: Sequence[str] = ()
+) -> JobPlan:
+    """The plan that continues `checkpoint`; reads only.
+
+    Raises, in this order: CheckpointUnusable (damaged or incomplete), ResumeRefused (seed contract, then the rest of
+    the identity, then the rank count), RewardFailed (another revision of a packaged scorer).
+    """
+    faults = verify(checkpoint)
+    if faults:
+        raise CheckpointUnusable(
+            f"{checkpoint} is damaged: " + "; ".join(faults),
+            hint="choose another step folder; this one was not touched",
+        )
+    manifest = read_manifest(checkpoint)
+    total = steps if steps is not None else _stored_total(run)
+    plan = _build(
+        resolved,
+        run_path=run.path,
+        run_id=manifest.run_id,
+        total=total,
+        argv=argv,
+        state=manifest.run_state,
+        resume_from=checkpoint,
+    )
+    _refuse_changes(manifest, plan)
+    return plan
+
+
+def _stored_total(run: RunDirectory) -> int:
+    stored = run.read_record().get("total_steps")
+    if type(stored) is not int or stored < 1:
+        raise CheckpointUnusable(f"{run.run_json}: total_steps is {stored!r}, not a number of steps")
+    return stored
+
+
+def _refuse_changes(manifest: Manifest, plan: JobPlan) -> None:
+    seeds = identity.differences(manifest.seed_contract, plan.seed_contract)
+    rest = identity.differences(manifest.identity, plan.identity)
+    known = {d.key for d in seeds}
+    found: list[Difference] = [*seeds, *(d for d in rest if d.key not in known)]
+    if manifest.world_size != plan.profile.ranks and "rl.group_size" not in {d.key for d in found}:
+        found.append(
+            Difference("ranks", manifest.world_size, plan.profile.ranks, "each rank makes one sample of a group")
+        )
+    if not found:
+        return
+    what = "the seed contract" if seeds else "the run's identity"
+    raise ResumeRefused(
+        f"{plan.resume_from}: {what} changed; continuing would be a different run",
+        found,
+        hint="undo the change, or start a new run with `nftctl launch`",
+    )
+
+
+def plan_versions() -> dict[str, str]:
+    """Versions of everything that takes part in the arithmetic."""
+    from importlib.metadata import version
+
+    others = {name: version(name) for name in ("torch", "ray", "diffusers", "peft")}
+    return {"nftctl": __version__} | others

@@ -1,0 +1,78 @@
+"""Checkpoints from the driver's side: begin on all ranks, go on training, then make the folder complete and prune.
+
+A checkpoint counts only when its manifest is written and its folder has its final name. At most one is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nftctl.engine.group import Group
+from nftctl.engine.plan import JobPlan, plan_versions
+from nftctl.run.checkpoints import partial_folder, prune, step_name
+from nftctl.run.directory import RunDirectory
+from nftctl.run.manifest import STATE_FOLDER, Manifest, commit, write_manifest
+from nftctl.run.state import RunState
+
+TAIL = 8
+"""Metric rows kept in each manifest."""
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run."""
+
+    def __init__(self, plan: JobPlan, run: RunDirectory, group: Group) -> None:
+        self._plan = plan
+        self._run = run
+        self._group = group
+        self._open: tuple[Path, Manifest] | None = None
+        self.newest: Path | None = plan.resume_from
+
+    def begin(self, state: RunState, rows: Sequence[dict[str, Any]]) -> None:
+        """Snapshot the state of all ranks; writing goes on in the background until `finish`."""
+        self.finish()
+        folder = partial_folder(self._run.checkpoints, state.step)
+        facts = self._group.call("save_begin", folder / STATE_FOLDER)[0]
+        self._open = (folder, self._manifest(state, facts, rows))
+
+    def finish(self) -> Path | None:
+        """Wait for the writing, make the checkpoint complete, then drop what retention no longer keeps."""
+        if self._open is None:
+            return self.newest
+        folder, manifest = self._open
+        self._group.call("save_finish")
+        write_manifest(folder, manifest)
+        self.newest = self._run.checkpoints / step_name(manifest.step)
+        commit(folder, self.newest)
+        self._open = None
+        keep = self._plan.profile.checkpoint
+        prune(self._run.checkpoints, keep.keep_last, keep.keep_every)
+        return self.newest
+
+    def _manifest(self, state: RunState, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Manifest:
+        plan = self._plan
+        optimizer, old = plan.profile.optimizer, plan.profile.rl.old
+        return Manifest(
+            run_id=plan.run_id,
+            step=state.step,
+            state=state.to_dict(),
+            world_size=plan.profile.ranks,
+            identity=plan.identity,
+            identity_hash=plan.identity_hash,
+            seed_contract=plan.seed_contract,
+            reward=[{"name": name, "revision": revision} for name, revision in plan.revisions.items()],
+            schedule={
+                "lr": optimizer.lr,
+                "warmup_steps": optimizer.warmup_steps,
+                "old_decay": old.decay,
+                "old_update_every": old.update_every,
+            },
+            optimizer_entries=facts["optimizer_entries"],
+            tensors=facts["tensors"],
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=plan_versions(),
+            metric_tail=[dict(row) for row in rows[-TAIL:]],
+        )

@@ -1,0 +1,123 @@
+"""Reward services as a run sees them: embedded ones are started and stopped here, http ones are asked who they are.
+
+Refuses a service that does not answer, that declares another revision, or that cannot score images.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nftctl.errors import RewardFailed
+from nftctl.profile.schema import Profile, Provider, Reward
+from nftctl.reward.protocol import ServiceInfo
+from nftctl.roles.reward import Endpoint
+
+START_TIMEOUT_S = 60.0
+"""Seconds an embedded service may take to say where it listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A provider that answered: its endpoint and the components that it declares."""
+
+    endpoint: Endpoint
+    components: tuple[str, ...]
+
+
+def ask(endpoint: Endpoint, reward: Reward) -> Service:
+    """Ask a service for its revision; RewardFailed when it is unreachable or another one."""
+
+    async def info() -> ServiceInfo:
+        async with endpoint.client(reward) as client:
+            return await client.info()
+
+    declared = asyncio.run(info())
+    if declared.revision != endpoint.revision:
+        raise RewardFailed(
+            f"reward provider {endpoint.provider.name} at {endpoint.url}: revision {endpoint.revision} is pinned, "
+            f"{declared.revision} is served",
+            hint="start the pinned service, or pin the served revision in a new run",
+        )
+    return Service(endpoint, tuple(declared.components))
+
+
+def ask_http(profile: Profile, revisions: Mapping[str, str]) -> dict[str, Service]:
+    """Every http provider's service, asked before any process is started."""
+    return {
+        p.name: ask(Endpoint(p, p.url, revisions[p.name]), profile.reward)
+        for p in profile.reward.providers
+        if p.kind == "http"
+    }
+
+
+def component_names(services: Sequence[Service]) -> list[str]:
+    """Columns of the reward table: each provider's score, then its declared components."""
+    names = []
+    for service in services:
+        name = service.endpoint.provider.name
+        names += [name, *(f"{name}/{part}" for part in service.components)]
+    return names
+
+
+@contextlib.contextmanager
+def embedded(profile: Profile, revisions: Mapping[str, str], logs: Path) -> Iterator[dict[str, Service]]:
+    """Start every embedded provider on a free loopback port; they end with the block, and with this process."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        services = {}
+        for p in profile.reward.providers:
+            if p.kind == "embedded":
+                process, url = _start(p, revisions[p.name], logs / f"reward_{p.name}.log")
+                running.append(process)
+                services[p.name] = ask(Endpoint(p, url, revisions[p.name]), profile.reward)
+        yield services
+    finally:
+        for process in running:
+            _stop(process)
+
+
+def _start(provider: Provider, revision: str, log: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", provider.scorer, "--port", "0"]
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            [*command, "--revision", revision, "--parent-pid", str(os.getpid())],
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            # A Ctrl-C in the terminal is for the run: it still needs scores to finish the step.
+            start_new_session=True,
+        )
+    line = _first_line(process)
+    prefix = "listening on "
+    if not line.startswith(prefix):
+        _stop(process)
+        raise RewardFailed(f"the embedded reward service {provider.name} did not start; see {log}")
+    return process, line[len(prefix) :].strip()
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        return process.stdout.readline() if process.stdout else ""
+    finally:
+        watchdog.cancel()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout:
+        process.stdout.close()

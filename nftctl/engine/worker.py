@@ -1,0 +1,296 @@
+"""One rank: an actor that holds the five roles and does, stage by stage, what the driver asks of all ranks at once.
+
+Images, latents and weights never leave it; prompts, scalars and paths come and go. Heavy modules are imported here and
+not in the driver. Every method that contains a collective is called on all ranks together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nftctl.errors import TrainingFailed
+from nftctl.profile.schema import Profile
+from nftctl.run.state import RunState
+
+if TYPE_CHECKING:
+    import torch
+
+    from nftctl.roles.reward import Endpoint
+    from nftctl.roles.trajectory import Sampling, Trajectory, Weights
+
+log = logging.getLogger("nftctl.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a rank is built from; the same on every rank.
+
+    request_key   run id and attempt, the head of every idempotency key
+    """
+
+    profile: Profile
+    family: str
+    base: Path
+    prompt_path: Path
+    endpoints: tuple[Endpoint, ...]
+    component_names: tuple[str, ...]
+    request_key: str
+    resume_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSample:
+    """One image to make from fixed noise: its prompt, the scorer's prompt, and the key of its noise."""
+
+    prompt: str
+    reward_prompt: str
+    metadata: dict[str, Any]
+    key: tuple[object, ...]
+
+
+class Worker:
+    """The actor class; plain Python, so that tests can also drive it in process."""
+
+    def __init__(self, rank: int, log_path: Path | None = None, deterministic: bool = False) -> None:
+        self.rank = rank
+        if log_path is not None:
+            _redirect_output(log_path)
+        if deterministic:  # read by cuBLAS when its first handle is made
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._trajectories: list[Trajectory] = []
+        self._saver: Any = None
+        self._store: Any = None
+
+    # -- one world ----------------------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """Process id and host of this rank."""
+        import socket
+
+        return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}
+
+    def host_store(self, world: int, timeout_s: float) -> tuple[str, int]:
+        """Rank 0: open the rendezvous store on a port that the system picks, so two runs never meet on one."""
+        import ray
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        self._store = TCPStore(
+            host, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return host, self._store.port
+
+    def join(self, world: int, host: str, port: int, device: str, timeout_s: float) -> None:
+        """Join the FSDP world. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=timeout_s)
+        store = self._store or dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        options = {"device_id": self.device} if device == "cuda" else {}
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=timeout, **options)
+        # Scalars and reward tables travel on the CPU; the checkpoint has a group of its own, because saving in the
+        # background on a group that training also uses deadlocks.
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._saving = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        log.info("rank %d of %d on %s, pid %d", self.rank, world, self.device, os.getpid())
+
+    def build(self, spec: WorkerSpec) -> dict[str, Any]:
+        """Load the base, add the adapters, shard, set up the roles, then load the checkpoint, if any. Collective.
+
+        Returns facts for the log: parameters, FSDP units, tensors loaded.
+        """
+        import torch
+
+        from nftctl.engine.checkpoint import Saver
+        from nftctl.roles.build import build_roles
+
+        if spec.profile.job.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.close()
+        self.spec = spec
+        self.roles = build_roles(spec, rank=self.rank, device=self.device, control=self._control)
+        self._saver = Saver(self._saving)
+        if spec.resume_from is not None:
+            self._load(spec.resume_from)
+        return self.roles.facts()
+
+    # -- the stages of a step -----------------------------------------------------------------------------------
+
+    def sample(self, state: RunState) -> list[int]:
+        """data.next and rollout.sample; when it returns, images are on their way to the scorer. Returns row numbers."""
+        roles = self.roles
+        rows = roles.data.next(state.cursor)
+        roles.gather()
+        roles.reward.begin()
+        self._trajectories = roles.rollout.sample(
+            rows, state.optimizer_steps, lambda part: roles.reward.submit(state.step, part)
+        )
+        return [row.number for row in rows]
+
+    def prepare(self, state: RunState) -> None:
+        """Everything of training that does not need rewards."""
+        self.roles.policy.prepare(self._trajectories, state)
+
+    def score(self) -> None:
+        """Wait for this rank's scores."""
+        self.roles.reward.collect()
+
+    def train(self, state: RunState) -> tuple[dict[str, float], RunState]:
+        """replay.commit and policy.train. Collective. Returns the step's metrics and the state after it."""
+        roles = self.roles
+        roles.replay.held = len(self._trajectories)
+        commit = roles.replay.commit(self._trajectories)
+        metrics, state = roles.policy.train(commit.trajectories, state)
+        roles.release()
+        self._trajectories = []
+        roles.replay.held = 0
+        state.step += 1
+        state.cursor += self.spec.profile.data.rows_per_step
+        return {**commit.metrics, **metrics, **self._system()}, state
+
+    def _system(self) -> dict[str, float]:
+        import torch
+
+        row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}
+        if self.device.type == "cuda":
+            row["system/gpu_peak_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        return row
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_begin(self, folder: Path) -> dict[str, Any]:
+        """Snapshot the state and start writing it in the background. Collective. Returns facts for the manifest."""
+        if self.roles.replay.held:
+            raise TrainingFailed("a checkpoint was asked for in the middle of a step")
+        from nftctl.engine.checkpoint import describe, optimizer_state
+
+        policy = self.roles.policy
+        moments, entries = optimizer_state(policy.optimizer, policy.parameters)
+        state = self._weights() | moments
+        self._saver.begin(state, folder)
+        return {"tensors": describe(state), "optimizer_entries": entries}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """`policy.*` and `old.*`: the tensors themselves, not copies."""
+        from nftctl.model import adapters
+
+        state: dict[str, torch.Tensor] = {f"policy.{n}": p for n, p in self.roles.policy.parameters.items()}
+        return state | {f"old.{n}": p for n, p in adapters.old_parameters(self.roles.family.denoiser).items()}
+
+    def _load(self, checkpoint: Path) -> None:
+        """Weights and optimizer of a checkpoint whose manifest was verified."""
+        import torch
+
+        from nftctl.engine.checkpoint import load, load_optimizer, optimizer_like
+        from nftctl.run.manifest import STATE_FOLDER, read_manifest
+
+        policy, entries = self.roles.policy, read_manifest(checkpoint).optimizer_entries
+        weights = self._weights()
+        tensors = load(checkpoint / STATE_FOLDER, weights | optimizer_like(policy.parameters, entries))
+        with torch.no_grad():
+            for name, parameter in weights.items():
+                parameter.copy_(tensors.pop(name))
+        load_optimizer(policy.optimizer, policy.parameters, tensors, entries)
+
+    def save_finish(self) -> None:
+        """Wait until the state of `save_begin` is written."""
+        self._saver.finish()
+
+    # -- looking at the model ------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, samples: Sequence[EvalSample], how: Sampling, weights: Weights
+    ) -> list[tuple[float, dict[str, float]]]:
+        """Reward and components of this rank's share (samples rank, rank + world, ...). Every rank makes as many."""
+        import numpy as np
+
+        from nftctl.reward.protocol import Item
+
+        mine = self._share(samples)
+        images = self._images(mine, how, weights)
+        items = [
+            Item(
+                id=f"eval/{self.rank}/{i}", prompt=s.reward_prompt, metadata=s.metadata, image=np.asarray(images[i][0])
+            )
+            for i, s in enumerate(mine)
+        ]
+        return self.roles.reward.score_images(items, "eval")
+
+    def grid(
+        self,
+        samples: Sequence[EvalSample],
+        how: Sampling,
+        weights: Weights,
+        shape: tuple[int, int],
+        path: Path,
+        title: str,
+    ) -> None:
+        """Rank 0 writes a PNG of `shape` (prompts, columns) with everybody's images. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        from nftctl.engine.report import write_grid
+
+        mine = torch.stack([image[0] for image in self._images(self._share(samples), how, weights)])
+        world = dist.get_world_size()
+        parts = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(parts, mine, group=self._control)
+        if self.rank == 0:
+            total = shape[0] * shape[1]
+            images = torch.stack(parts, dim=1).flatten(0, 1)[:total]
+            prompts = [samples[i * shape[1]].reward_prompt for i in range(shape[0])]
+            write_grid(path, images.reshape(*shape, *images.shape[1:]).numpy(), prompts, title)
+
+    def _share(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
+        import torch.distributed as dist
+
+        world = dist.get_world_size()
+        # Every rank must run the same number of forwards, so the last round is filled up with repeats.
+        padded = [*samples, *samples[: -len(samples) % world]]
+        return padded[self.rank :: world]
+
+    def _images(self, samples: Sequence[EvalSample], how: Sampling, weights: Weights) -> list[torch.Tensor]:
+        self.roles.gather()
+        prompts, keys = [s.prompt for s in samples], [s.key for s in samples]
+        images = list(self.roles.rollout.sample_fixed(prompts, keys, how, weights))
+        self.roles.release()
+        self.roles.policy.skip_forwards()
+        return images
+
+    def apply(self, look: Callable[[Worker], Any]) -> Any:
+        """Run `look` on this rank and return its answer: diagnosis and tests."""
+        return look(self)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of connections; the process group goes with the process."""
+        roles = getattr(self, "roles", None)
+        if roles is not None:
+            roles.reward.close()
+            self.roles = None
+
+
+def _redirect_output(path: Path) -> None:
+    """Send everything this process prints, C libraries included, to the rank's log file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )

@@ -1,0 +1,1 @@
+"""The five roles that live in every rank: data, rollout, reward, replay and policy."""

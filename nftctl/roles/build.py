@@ -1,0 +1,105 @@
+"""Builds the five roles of a rank from its spec: one family, one adapter pair, one FSDP mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from nftctl.model import adapters, shard
+from nftctl.model.family import Family
+from nftctl.model.registry import load_family
+from nftctl.profile.prompts import read_prompts
+from nftctl.profile.schema import Profile
+from nftctl.roles.data import DataRole
+from nftctl.roles.policy import PolicyRole
+from nftctl.roles.replay import ReplayRole
+from nftctl.roles.reward import Endpoint, RewardRole
+from nftctl.roles.rollout import RolloutRole
+
+
+class Spec(Protocol):
+    """What roles are built from (the engine's WorkerSpec)."""
+
+    @property
+    def profile(self) -> Profile: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def base(self) -> Path: ...
+    @property
+    def prompt_path(self) -> Path: ...
+    @property
+    def endpoints(self) -> Sequence[Endpoint]: ...
+    @property
+    def component_names(self) -> Sequence[str]: ...
+    @property
+    def request_key(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Roles:
+    """The five roles of one process, and the model that three of them share."""
+
+    family: Family
+    data: DataRole
+    rollout: RolloutRole
+    reward: RewardRole
+    replay: ReplayRole
+    policy: PolicyRole
+
+    def gather(self) -> None:
+        """Gather the sharded base for the phases that follow (unless it is re-gathered layer by layer)."""
+        shard.gather(self.family.denoiser)
+
+    def release(self) -> None:
+        """Give the gathered base back."""
+        shard.release(self.family.denoiser)
+
+    def facts(self) -> dict[str, Any]:
+        """Counts for the log."""
+        denoiser = self.family.denoiser
+        lora = adapters.policy_parameters(denoiser)
+        return {
+            "base_parameters": sum(p.numel() for n, p in denoiser.named_parameters() if "lora_" not in n),
+            "lora_parameters": sum(p.numel() for p in lora.values()),
+            "lora_tensors": len(lora),
+            "prompts": len(self.data.prompts),
+        }
+
+
+def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.ProcessGroup) -> Roles:
+    """Load, adapt, shard, and wire the roles. Collective."""
+    profile = spec.profile
+    family = load_family(
+        profile.model,
+        str(spec.base),
+        spec.family,
+        device,
+        skip_keys=tuple(profile.rl.init_keys_to_skip_loading),
+        seed=profile.rl.seed,
+        # Cut on the CPU, so that no GPU ever holds the whole denoiser next to its shard.
+        denoiser_device=torch.device("cpu"),
+    )
+    adapters.add_adapters(family.denoiser, profile.model.lora, seed=profile.rl.seed)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shard.shard_denoiser(family.denoiser, mesh, profile.model.shard)
+    data = DataRole(
+        read_prompts(spec.prompt_path),
+        rows_per_step=profile.data.rows_per_step,
+        shuffle=profile.data.shuffle,
+        seed=profile.rl.seed,
+    )
+    return Roles(
+        family=family,
+        data=data,
+        rollout=RolloutRole(family, profile, rank=rank, device=device),
+        reward=RewardRole(profile.reward, spec.endpoints, key=spec.request_key, rank=rank),
+        replay=ReplayRole(profile, spec.component_names, control),
+        policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
+    )

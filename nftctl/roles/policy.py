@@ -1,0 +1,250 @@
+"""Training: what needs no reward is drawn early, then forward and backward, one reduction and one optimizer step.
+
+Owns the optimizer, the trained adapter and the refresh of the moving old policy. Refuses to step on a gradient that is
+not finite; the refusal is collective, because the reduced gradient is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nftctl.algorithm import draws, objective, schedule
+from nftctl.algorithm.plan import ForwardPlan, expected_forwards, plan_forwards
+from nftctl.errors import TrainingFailed
+from nftctl.model import adapters, shard
+from nftctl.model.family import Conditioning, Family
+from nftctl.profile.schema import Profile
+from nftctl.roles.trajectory import Trajectory
+from nftctl.run.state import RunState
+
+
+@dataclass(slots=True)
+class Pairs:
+    """The (sample, timestep) pairs of one optimizer step on this rank, sample by sample.
+
+    Tensors are [rows * T, ...] on the device; v_old and v_ref are None where the plan needs no such forward.
+    """
+
+    plan: ForwardPlan
+    t: Tensor
+    x0: Tensor
+    eps: Tensor
+    x_t: Tensor
+    v_old: Tensor | None = None
+    v_ref: Tensor | None = None
+
+
+class PolicyRole:
+    """Prepares and trains."""
+
+    def __init__(
+        self, family: Family, profile: Profile, *, rank: int, device: torch.device, control: dist.ProcessGroup
+    ) -> None:
+        self._family = family
+        self._rl = profile.rl
+        self._settings = profile.optimizer
+        self._rows = profile.data.rows_per_step
+        self._micro_batch = profile.model.train_micro_batch
+        self._rank = rank
+        self._device = device
+        self._control = control
+        self._grid = schedule.sigmas(profile.rl.sample_steps, profile.rl.sampler_shift)
+        self.parameters = adapters.policy_parameters(family.denoiser)
+        s = profile.optimizer
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()),
+            lr=s.lr,
+            betas=(s.betas[0], s.betas[1]),
+            eps=s.eps,
+            weight_decay=s.weight_decay,
+            foreach=True,
+        )
+        self._prepared: list[Pairs] = []
+        self._order: dict[int, int] = {}
+        self._conditions: list[Conditioning] = []
+        self._forwards_before = 0
+
+    # -- before the rewards are there ---------------------------------------------------------------------------
+
+    def prepare(self, trajectories: Sequence[Trajectory], state: RunState) -> None:
+        """Draw t and eps of every optimizer step of this rollout, and run the old and reference forwards it needs."""
+        rl = self._rl
+        self._order = {t.row.number: i for i, t in enumerate(trajectories)}
+        self._conditions = [t.conditioning for t in trajectories for _ in range(rl.timesteps_per_sample)]
+        x0 = torch.stack([t.x0 for t in trajectories]).repeat_interleave(rl.timesteps_per_sample, dim=0)
+        self._prepared = [self._draw(trajectories, x0, k, self._plan(state, k)) for k in range(rl.updates_per_rollout)]
+        for pairs in self._prepared:
+            if pairs.plan.old:
+                pairs.v_old = self._velocities(pairs, "old")
+            if pairs.plan.reference:
+                pairs.v_ref = self._velocities(pairs, "reference")
+
+    def _plan(self, state: RunState, update: int) -> ForwardPlan:
+        return plan_forwards(
+            kl_beta=self._rl.kl_beta,
+            build_old=self._rl.old.build_old,
+            policy_version=state.policy_version + update,
+            old_version=-1 if state.old_blended else state.old_version,
+        )
+
+    def _draw(self, trajectories: Sequence[Trajectory], x0: Tensor, update: int, plan: ForwardPlan) -> Pairs:
+        rl, count = self._rl, self._rl.timesteps_per_sample
+        rows = [t.row.number for t in trajectories]
+        t = torch.cat([self._times(row, update) for row in rows]).to(self._device)
+        keys = [(row, draws.train_index(update, count, k)) for row in rows for k in range(count)]
+        noise = draws.train_noise(self._family.latent_shape, seed=rl.seed, rank=self._rank, pairs=keys)
+        eps = noise.to(self._device)
+        return Pairs(plan, t=t, x0=x0, eps=eps, x_t=objective.noisy(x0, eps, t))
+
+    def _times(self, row: int, update: int) -> Tensor:
+        rl = self._rl
+        return schedule.draw_timesteps(
+            seed=rl.seed,
+            row=row,
+            rank=self._rank,
+            update=update,
+            count=rl.timesteps_per_sample,
+            source=rl.timestep_source,
+            uniform_law=rl.uniform_timestep,
+            shift=rl.sampler_shift if rl.train_shift is None else rl.train_shift,
+            t_range=rl.train_t_range,
+            grid=self._grid,
+        )
+
+    @torch.no_grad()
+    def _velocities(self, pairs: Pairs, which: adapters.Weights) -> Tensor:
+        with adapters.weights(self._family.denoiser, which):
+            parts = [self._velocity(pairs, part) for part in self._chunks(list(range(len(pairs.t))))]
+        return torch.cat(parts)
+
+    def _velocity(self, pairs: Pairs, part: list[int]) -> Tensor:
+        batch = self._family.batch([self._conditions[i] for i in part])
+        v: Tensor = self._family.denoiser(pairs.x_t[part], pairs.t[part], batch)
+        return v
+
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        size = self._micro_batch or len(indices)
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+    # -- with rewards ---------------------------------------------------------------------------------------------
+
+    def train(self, kept: Sequence[Trajectory], state: RunState) -> tuple[dict[str, float], RunState]:
+        """Every optimizer step of the rollout, on the kept samples. Collective. Returns metrics and new counters."""
+        indices, r = self._select(kept)
+        state = replace(state)
+        planned = self._planned([pairs.plan for pairs in self._prepared], len(kept))
+        sums, norms = [], []
+        for pairs in self._prepared:
+            sums.append(self._accumulate(pairs, indices, r))
+            norms.append(self._step(state))
+        eta = self._refresh(state)
+        row = self._means(torch.stack(sums).sum(dim=0), len(indices) * len(sums))
+        row |= {
+            "train/grad_norm": sum(norms) / len(norms),
+            "train/lr": float(self.optimizer.param_groups[0]["lr"]),
+            "old/share": eta,
+            "old/refreshes": float(state.old_refreshes),
+            "forwards/planned": float(planned),
+            "forwards/executed": float(self._executed()),
+        }
+        self._prepared, self._conditions, self._order = [], [], {}
+        return row, state
+
+    def _planned(self, plans: Sequence[ForwardPlan], kept_rows: int) -> int:
+        """Denoiser rows this step must cost this rank. Old and reference ran before anyone knew what would be kept."""
+        rl = self._rl
+        count = expected_forwards(
+            plans,
+            rows=self._rows,
+            kept_rows=kept_rows,
+            steps=rl.sample_steps,
+            guidance=rl.guidance,
+            timesteps=rl.timesteps_per_sample,
+        )
+        early = sum(plan.old + plan.reference for plan in plans)
+        return count.total + early * rl.timesteps_per_sample * (self._rows - kept_rows)
+
+    def _select(self, kept: Sequence[Trajectory]) -> tuple[list[int], Tensor]:
+        count = self._rl.timesteps_per_sample
+        indices = [self._order[t.row.number] * count + k for t in kept for k in range(count)]
+        r = torch.tensor([t.optimality for t in kept for _ in range(count)], dtype=torch.float32)
+        return indices, r.to(self._device)
+
+    def _accumulate(self, pairs: Pairs, indices: list[int], r: Tensor) -> Tensor:
+        """Backward over all micro-batches; returns the sums of the terms, float64 on the CPU."""
+        self.optimizer.zero_grad(set_to_none=True)
+        sums, done = torch.zeros(len(objective.METRICS), dtype=torch.float64, device=self._device), 0
+        with adapters.weights(self._family.denoiser, "policy"):
+            for part in self._chunks(indices):
+                terms = objective.nft_terms(
+                    self._velocity(pairs, part),
+                    None if pairs.v_old is None else pairs.v_old[part],
+                    None if pairs.v_ref is None else pairs.v_ref[part],
+                    pairs.x0[part],
+                    pairs.eps[part],
+                    pairs.t[part],
+                    r[done : done + len(part)],
+                    beta=self._rl.beta,
+                    kl_beta=self._rl.kl_beta,
+                    scale=self._rl.policy_loss_scale,
+                )
+                terms.loss(len(indices)).backward()
+                done += len(part)
+                sums += terms.sums()
+        return sums.cpu()
+
+    def _step(self, state: RunState) -> float:
+        parameters = list(self.parameters.values())
+        shard.reduce_gradients(parameters, dist.group.WORLD)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise TrainingFailed(
+                f"step {state.step + 1}: the gradient norm is {norm} at learning rate {self._settings.lr}; "
+                "no optimizer step was made and nothing was saved",
+                rank=self._rank,
+                hint="lower optimizer.lr, or resume from the last checkpoint",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(self._settings.lr, self._settings.warmup_steps, state.optimizer_steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        state.optimizer_steps += 1
+        state.policy_version += 1
+        return norm
+
+    def _refresh(self, state: RunState) -> float:
+        """Move old when it is due; returns the share of old weights kept, 1 when nothing moved."""
+        old = self._rl.old
+        if not old.build_old or old.update_every is None or state.optimizer_steps % old.update_every:
+            return 1.0
+        eta = schedule.old_share(old.decay, state.optimizer_steps, old.constant)
+        adapters.refresh_old(self._family.denoiser, eta)
+        state.old_version = state.policy_version
+        state.old_blended = int(eta > 0)
+        state.old_refreshes += 1
+        return eta
+
+    def _means(self, sums: Tensor, pairs: int) -> dict[str, float]:
+        """Means over all (row, timestep) pairs of all ranks, added in rank order: every rank gets the same bits."""
+        world = dist.get_world_size(self._control)
+        parts = [torch.empty_like(sums) for _ in range(world)]
+        dist.all_gather(parts, sums, group=self._control)
+        means = (torch.stack(parts).sum(dim=0) / (pairs * world)).tolist()
+        row = {f"train/{name}": value for name, value in zip(objective.METRICS, means, strict=True)}
+        row["train/loss"] = row["train/policy_loss"] + row["train/kl_loss"]
+        return row
+
+    def _executed(self) -> int:
+        total = self._family.denoiser.forwards
+        executed, self._forwards_before = total - self._forwards_before, total
+        return executed
+
+    def skip_forwards(self) -> None:
+        """Leave the forwards made so far (an evaluation's) out of the next step's count."""
+        self._forwards_before = self._family.denoiser.forwards

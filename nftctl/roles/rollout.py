@@ -1,0 +1,87 @@
+"""Sampling: noise by the seed clock, UniPC with native guidance, decode; in micro-batches handed on as they are ready.
+
+Samples come from the moving old policy (or the policy when there is none); evaluation names the weights it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from nftctl.algorithm import draws, sampler
+from nftctl.model import adapters
+from nftctl.model.family import Conditioning, Family
+from nftctl.profile.schema import Profile
+from nftctl.roles.trajectory import Sampling, SourceRow, Trajectory, Weights
+
+
+class RolloutRole:
+    """Makes this rank's samples."""
+
+    def __init__(self, family: Family, profile: Profile, *, rank: int, device: torch.device) -> None:
+        self._family = family
+        self._rl = profile.rl
+        self._rank = rank
+        self._device = device
+        self._micro_batch = profile.model.rollout_micro_batch
+        self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
+
+    @property
+    def weights(self) -> Weights:
+        """The copy that samples during training."""
+        return "old" if self._rl.old.build_old else "policy"
+
+    def sample(
+        self, rows: Sequence[SourceRow], optimizer_steps: int, decoded: Callable[[list[Trajectory]], None]
+    ) -> list[Trajectory]:
+        """One sample per row; `decoded` receives each micro-batch as soon as its images exist."""
+        done: list[Trajectory] = []
+        size = self._micro_batch or len(rows)
+        for start in range(0, len(rows), size):
+            part = self._micro(rows[start : start + size], optimizer_steps)
+            decoded(part)
+            done.extend(part)
+        return done
+
+    def _micro(self, rows: Sequence[SourceRow], optimizer_steps: int) -> list[Trajectory]:
+        clock = self._rl.rollout_seed_clock
+        ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
+        noise = torch.stack([self.noise(self._rl.seed, "rollout", tick, self._rank) for tick in ticks])
+        conditions = self._family.encoder.encode([row.prompt.text for row in rows])
+        x0, images = self.denoise(conditions, noise, self._sampling, self.weights)
+        return [
+            Trajectory(row=row, tick=ticks[i], x0=x0[i], conditioning=conditions[i], image=images[i])
+            for i, row in enumerate(rows)
+        ]
+
+    def noise(self, *key: object) -> torch.Tensor:
+        """Initial latent [C, T, H, W] of a key, on the CPU; independent of device, placement and call order."""
+        return draws.normal(self._family.latent_shape, *key)
+
+    @torch.no_grad()
+    def denoise(
+        self, conditions: Sequence[Conditioning], noise: torch.Tensor, how: Sampling, weights: Weights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3] for one condition and one noise per sample."""
+        family = self._family
+        negative = None
+        if how.guidance != 1.0:
+            negative = family.batch(family.encoder.encode([self._rl.negative_prompt], negative=True) * len(conditions))
+        velocity = sampler.guided_velocity(
+            family.denoiser, family.batch(conditions), negative, how.guidance, merge=family.batch
+        )
+        clamp = (-1.0, 1.0) if family.clamp_x0 else None
+        with adapters.weights(family.denoiser, weights):
+            x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
+        return x0, family.decoder.decode(x0).cpu()
+
+    def sample_fixed(
+        self, prompts: Sequence[str], keys: Sequence[tuple[object, ...]], how: Sampling, weights: Weights
+    ) -> Iterator[torch.Tensor]:
+        """Images [T, H, W, 3] of fixed (prompt, noise key) pairs: evaluation and sample grids."""
+        size = max(self._micro_batch or 0, 16)
+        for start in range(0, len(prompts), size):
+            conditions = self._family.encoder.encode(list(prompts[start : start + size]))
+            noise = torch.stack([self.noise(*key) for key in keys[start : start + size]])
+            yield from self.denoise(conditions, noise, how, weights)[1]

@@ -1,0 +1,96 @@
+"""Shared by all tests: no hub, one started four-rank world per session, profiles made from the bundled tiny one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parent.parent
+
+
+class Quiet:
+    """A reporter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def step(self, row: Any, total: int) -> None:
+        self.rows.append(dict(row))
+
+    def done(self) -> None:
+        pass
+
+
+@pytest.fixture
+def reporter() -> Quiet:
+    return Quiet()
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Any]:
+    """`tiny(steps=2, sets=(...))` resolves the bundled tiny profile, without evaluation and grids unless `look`."""
+    from nftctl.profile.load import bundled_profiles, load_profile
+
+    def make(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:
+        quiet = () if look else ('eval.prompt_file=""', "samples.prompts=0", "logging.tensorboard=false")
+        return load_profile(
+            bundled_profiles()["tiny_t2i_cpu"], sets=[*quiet, *sets], flags={"rl.max_steps": steps}, env={}
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[Any]:
+    """Four ranks over gloo in their own processes, started once."""
+    from nftctl.engine.group import Group
+    from nftctl.profile.load import bundled_profiles, load_profile
+
+    profile = load_profile(bundled_profiles()["tiny_t2i_cpu"], env={}).profile
+    started: list[Any] = []
+    try:
+        yield Group.start(profile, None, started.append)
+    finally:
+        for group in started:
+            group.shutdown()
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the installed command in an empty folder."""
+
+    def run(*arguments: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "nftctl", *arguments],
+            cwd=tmp_path,
+            env={**clean_environment(), **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+
+    return run
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without anything that nftctl or Ray would read."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("NFTCTL_", "RAY_"))}

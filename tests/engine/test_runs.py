@@ -1,0 +1,251 @@
+"""Whole runs through the installed command, two ranks each: how they begin, how they end, what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import clean_environment
+
+pytestmark = pytest.mark.ray
+
+SMALL = ("--set", "rl.group_size=2", "--set", "data.rows_per_step=2", "--set", "rl.sample_steps=4")
+QUIET = (*SMALL, "--set", 'eval.prompt_file=""', "--set", "samples.prompts=0")
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def ray_processes() -> set[int]:
+    """Processes of any Ray on this machine."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if "raylet" in line or "gcs_server" in line or line.startswith("ray::"):
+            found.add(process.pid)
+    return found
+
+
+def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "nftctl", *arguments],
+        cwd=folder,
+        env={**clean_environment(), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_for(path: Path, pattern: str, timeout: float = 90) -> re.Match[str]:
+    """The first match of `pattern` in a file that is being written."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        match = re.search(pattern, path.read_text()) if path.exists() else None
+        if match:
+            return match
+        time.sleep(0.05)
+    raise AssertionError(f"{pattern!r} did not appear in {path}")
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A finished run of three steps, with evaluation and grids. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("first")
+    before = ray_processes()
+    process = start(folder, "launch", "--steps", "3", "--name", "first", *SMALL, "--json")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert ray_processes() <= before
+    yield folder, json.loads(out)
+
+
+@pytest.fixture
+def copy(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """The finished run, copied to the folder that `cli` works in."""
+    shutil.copytree(first[0] / "runs", tmp_path / "runs", symlinks=True)
+    return tmp_path / "runs" / "first"
+
+
+def test_a_run_leaves_one_tidy_folder(first: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = first
+    run = folder / "runs" / "first"
+    assert summary["ok"] is True
+    assert summary["exit_code"] == 0
+    assert summary["steps"] == {"from": 0, "to": 3, "total": 3}
+    assert {p.name for p in run.iterdir()} >= {
+        "profile.toml", "profile.resolved.json", "run.json", "metrics.jsonl", "evaluations.jsonl", "samples",
+        "checkpoints", "logs", "tensorboard",
+    }  # fmt: skip
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()] == [1, 2, 3]
+    assert {p.name for p in (run / "samples").iterdir()} == {"step_000000.png", "step_000003.png", "before_after.png"}
+    assert {p.name for p in (run / "logs" / "latest").iterdir()} >= {"rank_0.log", "rank_1.log"}
+    assert [p.name for p in (run / "checkpoints").glob("step_*")] == ["step_000003"]
+    assert set(summary["eval"]) == {"before", "after"}
+    assert summary["eval"]["before"]["eval/samples"] == 144
+
+
+def test_event_files_are_read_by_tensorboard(first: tuple[Path, dict[str, Any]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(first[0] / "runs" / "first" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/reward_mean")] == [1, 2, 3]
+    assert [e.step for e in events.Images("samples")] == [0, 3]
+
+
+def test_the_service_saw_every_image_once(cli: Cli) -> None:
+    result = cli("launch", "--steps", "2", "--name", "count", *QUIET, "--json")
+    assert result.returncode == 0, result.stderr
+    last = json.loads(result.stdout)["train"]["last"]
+    # 2 steps x 2 rows x 2 ranks, one request per rank and step.
+    assert last["system/reward_images"] == 8
+    assert last["system/reward_requests"] == 4
+    assert last["system/reward_retries"] == 0
+
+
+def test_resume_goes_on_and_inspect_reads_the_result(copy: Path, cli: Cli) -> None:
+    result = cli("resume", "first", "--steps", "4", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == {"from": 3, "to": 4, "total": 4}
+    assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").open()] == [1, 2, 3, 4]
+    shown = cli("inspect-checkpoint", str(copy), "--verify", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["step"] == 4
+    assert {p.name for p in (copy / "logs").iterdir()} == {"attempt_1", "attempt_2", "latest"}
+
+
+def test_a_finished_run_has_nothing_to_do(copy: Path, cli: Cli) -> None:
+    before = snapshot(copy)
+    result = cli("resume", "first")
+    assert result.returncode == 0
+    assert "nothing to do" in result.stderr
+    assert "--steps" in result.stderr
+    assert snapshot(copy) == before
+
+
+def test_a_missing_first_shard_is_refused_by_name(copy: Path, cli: Cli) -> None:
+    shard = sorted((copy / "checkpoints" / "step_000003" / "state").glob("*.safetensors"))[0]
+    shard.unlink()
+    before, processes = snapshot(copy), ray_processes()
+    result = cli("resume", "first", "--steps", "4", timeout=60)
+    assert result.returncode == 5
+    assert shard.name in result.stderr
+    assert snapshot(copy) == before
+    assert ray_processes() <= processes
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "text"),
+    [("rl.seed=5", 6, "rl.seed"), ("rl.group_size=4", 6, "rl.group_size"), ("rl.scheduler_type=euler", 3, "unipc")],
+)
+def test_a_changed_run_is_refused_before_anything_starts(
+    copy: Path, cli: Cli, setting: str, code: int, text: str
+) -> None:
+    before, processes = snapshot(copy), ray_processes()
+    result = cli("resume", "first", "--steps", "4", "--set", setting, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert text in result.stderr
+    assert snapshot(copy) == before
+    assert ray_processes() <= processes
+
+
+def test_launch_refuses_by_preflight_without_a_folder(cli: Cli, tmp_path: Path) -> None:
+    processes = ray_processes()
+    result = cli("launch", "--steps", "2", "--set", "grid.backend=torchrun", "--set", "rl.ref.update_every=1", timeout=60)
+    assert result.returncode == 3
+    assert "grid-backend" in result.stderr
+    assert "reference-not-frozen" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert ray_processes() <= processes
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    processes = ray_processes()
+    process = start(tmp_path, "launch", "--steps", "500", "--name", "killed", *QUIET)
+    run = tmp_path / "runs" / "killed"
+    pid = int(wait_for(run / "logs" / "attempt_1" / "rank_1.log", r"rank 1 of 2 on cpu, pid (\d+)")[1])
+    wait_for(run / "metrics.jsonl", r'"step":2,')
+    os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 7, err
+    assert "rank 1" in err
+    assert str(pid) in err
+    assert ray_processes() <= processes
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cli: Cli) -> None:
+    process = start(tmp_path, "launch", "--steps", "500", "--name", "stopped", *QUIET)
+    run = tmp_path / "runs" / "stopped"
+    wait_for(run / "metrics.jsonl", r'"step":2,')
+    # As a terminal does: to every process of the foreground group.
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "nftctl resume" in err
+    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    assert newest.name == f"step_{rows[-1]:06d}"
+    resumed = cli("resume", "stopped", "--steps", str(rows[-1] + 1), "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()] == [*rows, rows[-1] + 1]
+
+
+def serve(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    process = start(folder, "reward-serve", "--scorer", "tiny_digits", "--port", "0", "--revision", "r1")
+    assert process.stdout is not None
+    return process, process.stdout.readline().removeprefix("listening on ").strip()
+
+
+def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Path) -> None:
+    service, url = serve(tmp_path)
+    profile = tmp_path / "http.toml"
+    profile.write_text(
+        'extends = "tiny_t2i_cpu"\n[reward]\nretries = 1\ndeadline_s = 5.0\n'
+        f'[[reward.providers]]\nname = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "r1"\n'
+    )
+    process = start(tmp_path, "launch", str(profile), "--steps", "500", "--name", "cut", *QUIET, "--set", "checkpoint.every=1")
+    run = tmp_path / "runs" / "cut"
+    wait_for(run / "metrics.jsonl", r'"step":2,')
+    service.kill()
+    _, err = process.communicate(timeout=60)
+    service.communicate()
+    assert process.returncode == 4, err
+    assert url in err
+    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    assert newest.name == f"step_{rows[-1]:06d}"
+
+
+def test_a_wrong_revision_is_found_before_anything_is_created(tmp_path: Path, cli: Cli) -> None:
+    service, url = serve(tmp_path)
+    try:
+        profile = tmp_path / "http.toml"
+        profile.write_text(
+            'extends = "tiny_t2i_cpu"\n[[reward.providers]]\n'
+            f'name = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "r2"\n'
+        )
+        result = cli("launch", str(profile), "--steps", "2", timeout=60)
+    finally:
+        service.terminate()
+        service.communicate()
+    assert result.returncode == 4
+    assert "r1" in result.stderr
+    assert "r2" in result.stderr
+    assert not (tmp_path / "runs").exists()
