@@ -1,0 +1,1 @@
+complete --command nftctl --no-files --arguments "(env _NFTCTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) nftctl)" --condition "env _NFTCTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) nftctl"

@@ -1,0 +1,86 @@
+"""From rewards to optimality: group-relative advantages, their clamp, the two maps, and the step's statistics.
+
+A group is one row: the samples of one prompt, one per rank. Everything is float64 on the CPU. Dropped rows are excluded
+from every mean and spread; refuses a kept reward that is not finite and a step of which nothing is left.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nftctl.errors import TrainingFailed
+
+STD_FLOOR = 1e-4
+"""Added to the spread that divides."""
+ZERO_SPREAD = 1e-8
+"""A group whose spread is below this share of max(1, |mean|) is constant: what differs is rounding, not quality."""
+
+
+def zero_spread(rewards: Tensor) -> Tensor:
+    """Rows of [rows, ranks] whose rewards are all alike: bool [rows]."""
+    scale = rewards.mean(dim=1).abs().clamp_min(1.0)
+    return rewards.std(dim=1, correction=0) < ZERO_SPREAD * scale
+
+
+def advantages(rewards: Tensor, kept: Tensor, std: Literal["group", "global"] = "group") -> Tensor:
+    """(R - mean of the row) / (spread + 1e-4), float64 [rows, ranks]; exactly 0 in constant and in dropped rows.
+
+    Args:
+        rewards: float64 [rows, ranks]; values of dropped rows are never read.
+        kept: bool [rows], false where the group was dropped.
+        std: population spread of the row, or of all kept samples of the step (the mean stays the row's).
+    """
+    scored = _scored(rewards, kept)
+    centred = scored - scored.mean(dim=1, keepdim=True)
+    spread = scored.std(correction=0) if std == "global" else scored.std(dim=1, correction=0, keepdim=True)
+    result = torch.zeros_like(rewards, dtype=torch.float64)
+    result[kept] = torch.where(zero_spread(scored)[:, None], 0.0, centred / (spread + STD_FLOOR))
+    return result
+
+
+def _scored(rewards: Tensor, kept: Tensor) -> Tensor:
+    """The kept rows in float64, checked."""
+    scored = rewards[kept].to(torch.float64)
+    if scored.numel() == 0:
+        raise TrainingFailed("no group of this step has rewards, so there is nothing to train on")
+    if not torch.isfinite(scored).all():
+        raise TrainingFailed("a reward is not a finite number")
+    return scored
+
+
+def clamp(advantage: Tensor, low: float, high: float) -> Tensor:
+    """Advantages held to [low, high]."""
+    return advantage.clamp(low, high)
+
+
+def optimality(clamped: Tensor, r_map: Literal["linear", "sigmoid"], *, tau: float, high: float) -> Tensor:
+    """Clamped advantage to r in [0, 1]; 0 always becomes 1/2.
+
+    linear: clip(a / (2 high) + 1/2, 0, 1), whatever the lower bound is, so that 0 stays at 1/2 under uneven bounds.
+    sigmoid: 1 / (1 + exp(-a / tau)).
+    """
+    if r_map == "linear":
+        return (clamped / (2 * high) + 0.5).clamp(0.0, 1.0)
+    return torch.sigmoid(clamped / tau)
+
+
+def statistics(
+    rewards: Tensor, kept: Tensor, advantage: Tensor, r: Tensor, *, low: float, high: float
+) -> dict[str, float]:
+    """The step's reward-side metrics over kept samples, equal weight each.
+
+    `advantage` is unclamped; its mean is taken after the clamp, and `clamped_share` counts those outside the bounds.
+    """
+    scored, raw = _scored(rewards, kept), advantage[kept]
+    return {
+        "reward_mean": scored.mean().item(),
+        "reward_std": scored.std(dim=1, correction=0).mean().item(),
+        "advantage_mean": clamp(raw, low, high).mean().item(),
+        "optimality_mean": r[kept].mean().item(),
+        "optimality_second_moment": r[kept].square().mean().item(),
+        "clamped_share": ((raw < low) | (raw > high)).to(torch.float64).mean().item(),
+        "zero_spread_groups": float(zero_spread(scored).sum().item()),
+    }

@@ -1,0 +1,246 @@
+"""The commands and their options, and nothing else: each hands over to the module that does the work.
+
+The surface is frozen by a test. Every import below the options is inside a function, because `--help` and completion
+pay for whatever this file pulls in.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nftctl.cli import completion
+from nftctl.errors import UsageRefused
+
+COMMANDS = ("validate", "launch", "resume", "inspect-checkpoint", "reward-ping", "reward-serve")
+
+EXIT_CODES = """\b
+Exit codes:
+    0  done
+    1  a bug in nftctl
+    2  the command line is wrong
+    3  the profile was refused
+    4  a reward service is unreachable, has another revision, or answers wrongly
+    5  a checkpoint or run folder is missing, incomplete, damaged or in use
+    6  resuming would continue a different run
+    7  training failed
+  130  stopped by Ctrl-C
+  143  stopped by SIGTERM"""
+
+app = typer.Typer(
+    name="nftctl",
+    # Plain help: no boxes, and rich is not imported for it.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+ProfileArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROFILE",
+        show_default=False,
+        autocompletion=completion.profile_names,
+        help="A .toml file, the name of a bundled profile, or - for stdin. "
+        "Default: $NFTCTL_PROFILE, then ./profile.toml, then tiny_t2i_cpu.",
+    ),
+]
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        autocompletion=completion.checkpoint_names,
+        help="A step folder, a checkpoints folder, a run folder, or the name of a run.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.set_keys,
+        help="Override one value, written as in TOML; repeatable.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no talk; warnings and errors stay.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan; start and write nothing.")]
+
+
+def _answer_version(wanted: bool) -> None:
+    if wanted:
+        from nftctl.cli.version import print_version
+
+        # Answered before the other options are looked at, so that nothing has to be imported for them.
+        print_version(json="--json" in sys.argv)
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True, epilog=EXIT_CODES)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_answer_version, help="Print the version.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="With --version: one JSON object, Python's and torch's too.")
+    ] = False,
+) -> None:
+    """Improve a flow-matching image generator by online reinforcement learning (DiffusionNFT)."""
+    if json:
+        raise UsageRefused("here --json belongs to --version", hint="write it behind a command: nftctl validate --json")
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  nftctl validate
+  nftctl validate profile.toml --set rl.group_size=8 --show-resolved
+  nftctl validate cosmos3_nft_t2i_public --json | jq -e .ok"""
+)
+def validate(
+    profile: ProfileArgument = None,
+    sets: SetOption = None,
+    show_resolved: Annotated[
+        bool, typer.Option("--show-resolved", help="Print every value and where it came from.")
+    ] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="List every rule of preflight; reads no profile.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check a profile against every rule; start nothing."""
+    from nftctl.cli import validate as command
+
+    if rules:
+        command.list_rules(json=json)
+    else:
+        command.validate(profile, sets or [], show_resolved=show_resolved, json=json)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  nftctl launch
+  nftctl launch profile.toml --steps 400 --name first
+  nftctl launch profile.toml --dry-run"""
+)
+def launch(
+    profile: ProfileArgument = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, metavar="N", help="Rollouts in total; sets rl.max_steps.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run; sets job.name.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of all runs; sets job.run_dir.")
+    ] = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Start a run from a profile."""
+    from nftctl.cli.console import Console
+    from nftctl.cli.job import launch as command
+
+    flags = {"rl.max_steps": steps, "job.name": name, "job.run_dir": None if run_dir is None else str(run_dir)}
+    command(Console(json=json, quiet=quiet), profile, sets or [], flags, dry_run=dry_run)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  nftctl resume first
+  nftctl resume runs/first/checkpoints/step_000100 --steps 800"""
+)
+def resume(
+    checkpoint: CheckpointArgument,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, metavar="TOTAL", help="Rollouts in total since the run's birth."),
+    ] = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Go on with a run exactly where it stopped."""
+    from nftctl.cli.console import Console
+    from nftctl.cli.job import resume as command
+
+    command(Console(json=json, quiet=quiet), checkpoint, steps, sets or [], dry_run=dry_run)
+
+
+@app.command(
+    name="inspect-checkpoint",
+    epilog="""\b
+Examples:
+  nftctl inspect-checkpoint first
+  nftctl inspect-checkpoint runs/first/checkpoints/step_000100 --verify --tensors""",
+)
+def inspect_checkpoint(
+    checkpoint: CheckpointArgument,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint holds and if it is whole."""
+    from nftctl.cli.inspect import inspect
+
+    inspect(checkpoint, hashes=verify, tensors=tensors, json=json)
+
+
+@app.command(
+    name="reward-ping",
+    epilog="""\b
+Examples:
+  nftctl reward-ping profile.toml
+  nftctl reward-ping --url http://127.0.0.1:8080 --revision r1""",
+)
+def reward_ping(
+    profile: ProfileArgument = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Ask this service instead of a profile's.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="REV", help="The revision that --url must serve.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for one answer.")
+    ] = 10.0,
+    count: Annotated[int, typer.Option("--count", min=1, max=1000, metavar="N", help="Requests to time.")] = 5,
+    json: JsonOption = False,
+) -> None:
+    """Ask reward services who they are and time them."""
+    from nftctl.cli.ping import ping
+
+    ping(profile, url=url, revision=revision, timeout=timeout, count=count, json=json)
+
+
+@app.command(
+    name="reward-serve",
+    epilog="""\b
+Examples:
+  nftctl reward-serve --scorer tiny_digits --port 8080""",
+)
+def reward_serve(
+    scorer: Annotated[
+        str,
+        typer.Option("--scorer", metavar="NAME", autocompletion=completion.scorer_names, help="Packaged scorer."),
+    ],
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="0: a free one.")] = 8080,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="REV", help="Serve under this revision, not the scorer's own hash."),
+    ] = None,
+    parent_pid: Annotated[int | None, typer.Option("--parent-pid", hidden=True)] = None,
+) -> None:
+    """Serve a packaged scorer over HTTP until stopped."""
+    from nftctl.cli.serve import serve
+
+    serve(scorer, host=host, port=port, revision=revision or "", parent_pid=parent_pid)

@@ -1,0 +1,139 @@
+"""`nftctl inspect-checkpoint`: what a checkpoint holds and whether it is whole, on any machine and without torch.
+
+A checkpoint that is not whole is shown as far as it can be read, every fault by name, and ends with exit code 5.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nftctl.cli.completion import runs_folder
+from nftctl.cli.console import Console, shorten, table
+from nftctl.errors import CheckpointUnusable, ExitCode, Finding
+
+if TYPE_CHECKING:
+    from nftctl.run.manifest import Manifest
+
+
+def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
+    """Print one checkpoint. Without `hashes`, presence, sizes and tensor headers are checked, not contents."""
+    from nftctl.run.manifest import read_manifest, verify
+
+    console = Console(json=json)
+    folder = _locate(target)
+    problems = verify(folder, hashes=hashes)
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointUnusable as error:
+        raise CheckpointUnusable(error.message, hint=error.hint or _other_checkpoints(folder)) from error
+    facts = _facts(folder, manifest, hashes=hashes)
+    for line in _lines(facts, manifest, whole=not problems, hashed=hashes):
+        console.data(line)
+    if tensors:
+        for line in table([(n, t["dtype"], str(t["shape"])) for n, t in manifest.tensors.items()]):
+            console.data(line)
+    extra = {"tensors": manifest.tensors} if tensors else {}
+    faults = [Finding("checkpoint-damaged", "", text, origin=str(folder)) for text in problems]
+    code = ExitCode.CHECKPOINT if problems else ExitCode.OK
+    console.findings(faults)
+    if problems:
+        console.error(f"{folder} is not whole: {len(problems)} faults", _other_checkpoints(folder))
+    console.result(
+        "inspect-checkpoint", faults, exit_code=code, complete=not problems, verified=hashes, checkpoint=facts, **extra
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def _locate(target: str) -> Path:
+    """The folder meant by `target`; unlike for resuming, a step folder may be damaged or lie outside a run."""
+    from nftctl.run.checkpoints import list_partials, list_steps
+    from nftctl.run.directory import find_checkpoint
+    from nftctl.run.manifest import MANIFEST_NAME
+
+    given = Path(target).expanduser()
+    if (given / MANIFEST_NAME).is_file():
+        return given
+    for run in (given, runs_folder() / target):
+        found = list_steps(run / "checkpoints")
+        cut_off = list_partials(run / "checkpoints")
+        if found and (found[-1][1] / MANIFEST_NAME).is_file() and (not cut_off or cut_off[-1][0] <= found[-1][0]):
+            return found[-1][1]
+    return find_checkpoint(target, runs_folder())[1]
+
+
+def _other_checkpoints(folder: Path) -> str:
+    from nftctl.run.checkpoints import newest_complete
+
+    whole = newest_complete(folder.parent)
+    return f"the newest complete one is {whole}" if whole else ""
+
+
+def _facts(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, Any]:
+    return {
+        "path": str(folder),
+        "run_id": manifest.run_id,
+        "step": manifest.step,
+        "state": manifest.state,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "identity": manifest.identity_hash,
+        "seed_contract": manifest.seed_contract,
+        "reward": manifest.reward,
+        "schedule": manifest.schedule,
+        "optimizer_entries": len(manifest.optimizer_entries),
+        "copies": _copies(folder, manifest, hashes=hashes),
+        "files": {"count": len(manifest.files), "bytes": sum(entry["size"] for entry in manifest.files)},
+        "versions": manifest.versions,
+    }
+
+
+def _copies(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, dict[str, Any]]:
+    """Policy and moving old by size and version; with `hashes` also by content, so that equal weights look equal."""
+    from nftctl.run.tensors import content_hash
+
+    state = manifest.state
+    versions = {"policy": state.get("policy_version"), "old": state.get("old_version")}
+    copies: dict[str, dict[str, Any]] = {}
+    for name, version in versions.items():
+        own = {key: entry for key, entry in manifest.tensors.items() if key.startswith(f"{name}.")}
+        numbers = sum(math.prod(entry["shape"]) for entry in own.values())
+        copies[name] = {"version": version, "tensors": len(own), "numbers": numbers}
+        if hashes:
+            copies[name]["sha256"] = content_hash(folder, manifest.files, f"{name}.")
+    copies["old"]["refreshes"] = state.get("old_refreshes")
+    copies["reference"] = {"base": manifest.identity.get("base.fingerprint")}
+    return copies
+
+
+def _lines(facts: dict[str, Any], manifest: Manifest, *, whole: bool, hashed: bool) -> list[str]:
+    verdict = "complete" if whole else "NOT WHOLE"
+    state, files = facts["state"], facts["files"]
+    rows = [
+        ("checkpoint", facts["path"]),
+        ("state", f"{verdict} ({'every byte hashed' if hashed else 'sizes and headers; --verify hashes contents'})"),
+        ("step", f"{facts['step']} rollouts, {state['optimizer_steps']} optimizer steps"),
+        ("cursor", f"{state['cursor']} prompt rows consumed"),
+        *((name, _copy_line(copy)) for name, copy in facts["copies"].items()),
+        ("optimizer", f"state of {facts['optimizer_entries']} parameters"),
+        ("reward", ", ".join(f"{r.get('name')} at revision {shorten(r.get('revision'))}" for r in facts["reward"])),
+        ("identity", facts["identity"]),
+        ("seeds", ", ".join(f"{key} {shorten(value, 24)}" for key, value in manifest.seed_contract.items())),
+        ("ranks", str(facts["world_size"])),
+        ("run", facts["run_id"]),
+        ("written", f"{facts['created']} by " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
+        ("files", f"{files['count']} files, {files['bytes']:,} bytes, {len(manifest.tensors)} tensors"),
+    ]
+    return table(rows)
+
+
+def _copy_line(copy: dict[str, Any]) -> str:
+    if "base" in copy:
+        return f"the base with adapters off, {shorten(copy['base'])}"
+    text = f"version {copy['version']}, {copy['numbers']:,} numbers in {copy['tensors']} tensors"
+    text += f", refreshed {copy['refreshes']} times" if "refreshes" in copy else ""
+    return text + (f", sha256 {shorten(copy['sha256'])}" if "sha256" in copy else "")

@@ -1,0 +1,154 @@
+"""`nftctl launch` and `nftctl resume`: profile, plan, job, and the closing words with the next command to type.
+
+Everything that can be refused is refused before the engine is imported. Stdout carries the run folder alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nftctl.cli.completion import runs_folder
+from nftctl.cli.console import Console, table
+from nftctl.cli.progress import reporter_for
+from nftctl.cli.signals import StopSignals
+from nftctl.cli.validate import load_checked
+from nftctl.errors import ExitCode, Finding
+
+if TYPE_CHECKING:
+    from nftctl.engine.plan import JobPlan
+
+STOP_CODES = {"SIGINT": ExitCode.SIGINT, "SIGTERM": ExitCode.SIGTERM}
+
+
+def launch(
+    console: Console, argument: str | None, sets: Sequence[str], flags: Mapping[str, object], *, dry_run: bool
+) -> None:
+    """Start a run from a profile."""
+    resolved, warnings = load_checked(console, argument, sets, flags)
+    from nftctl.engine.plan import plan_launch
+    from nftctl.run.directory import refuse_used
+
+    plan = plan_launch(resolved, argv=sys.argv)
+    refuse_used(plan.run_path)
+    if dry_run:
+        _print_plan(console, "launch", plan, warnings)
+    else:
+        _run(console, "launch", plan, warnings)
+
+
+def resume(console: Console, target: str, steps: int | None, sets: Sequence[str], *, dry_run: bool) -> None:
+    """Go on with a run. Reads only, until the checkpoint, the profile and the identity have been accepted."""
+    from nftctl.profile.load import load_resolved
+    from nftctl.profile.preflight import refuse_if_wrong
+    from nftctl.run.directory import find_checkpoint
+
+    run, checkpoint = find_checkpoint(target, runs_folder())
+    with run.lock():
+        resolved = load_resolved(
+            run.read_resolved(),
+            name=str(run.read_record().get("profile", run.name)),
+            text=run.profile_toml.read_text(),
+            sets=sets,
+            flags={} if steps is None else {"rl.max_steps": steps},
+            env=os.environ,
+        )
+        warnings = refuse_if_wrong(resolved)
+        console.findings(warnings)
+        from nftctl.engine.plan import plan_resume
+
+        plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv)
+    if plan.nothing_to_do:
+        _say_nothing_to_do(console, plan, warnings)
+    elif dry_run:
+        _print_plan(console, "resume", plan, warnings)
+    else:
+        console.say(f"resuming {checkpoint}: steps {plan.state.step} -> {plan.total_steps}")
+        _run(console, "resume", plan, warnings)
+
+
+def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding]) -> None:
+    reporter = reporter_for(console)
+    reporter.last_step = plan.state.step
+    with StopSignals() as signals:
+        console.say(f"run folder {plan.run_path}")
+        from nftctl.engine.loop import request_stop, run_job
+
+        signals.arm(request_stop, lambda: reporter.last_step)
+        try:
+            summary = run_job(plan, reporter)
+        finally:
+            reporter.done()
+    code = STOP_CODES.get(str(summary.get("stopped")), ExitCode.OK)
+    for line in closing_words(summary):
+        console.say(line)
+    console.data(str(plan.run_path))
+    console.result(command, warnings, exit_code=code, summary=summary)
+    if code:
+        raise typer.Exit(code)
+
+
+def closing_words(summary: Mapping[str, Any]) -> list[str]:
+    """What a run came to, and what to type next."""
+    run, steps = summary["run"], summary["steps"]
+    rows = [("", "")]
+    if summary.get("stopped"):
+        rows.append(("stopped", f"by {summary['stopped']} after step {steps['to']} of {steps['total']}"))
+    rows += _rewards(summary)
+    rows += [(name, str(summary[name])) for name in ("samples", "checkpoint") if summary.get(name)]
+    rows.append(("run folder", run))
+    further = steps["total"] if steps["to"] < steps["total"] else 2 * steps["total"]
+    rows += [
+        ("next", f"nftctl resume {run} --steps {further}"),
+        ("", f"nftctl inspect-checkpoint {run}"),
+        ("", f"tensorboard --logdir {run}"),
+    ]
+    return table(rows)
+
+
+def _rewards(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    held_out, train = summary.get("eval"), summary.get("train")
+    if held_out:
+        before, after = held_out["before"], held_out["after"]
+        samples = after.get("eval/samples")
+        rows = [("held-out reward", f"{_change(before, after, 'eval/reward')} ({samples} images)")]
+        judges = sorted(key for key in after if key.startswith("eval/") and key.endswith("judge") and key in before)
+        return rows + [("judge", f"{_change(before, after, key)} (reported, never trained on)") for key in judges]
+    if train:
+        return [("training reward", _change(train["first"], train["last"], "train/reward_mean"))]
+    return []
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float], key: str) -> str:
+    return f"{before[key]:.3f} -> {after[key]:.3f}"
+
+
+def _print_plan(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding]) -> None:
+    described = plan.describe()
+    for line in table([(key, _plain(value)) for key, value in described.items()]):
+        console.data(line)
+    console.say("dry run: nothing was started or written")
+    console.result(command, warnings, dry_run=True, plan=described)
+
+
+def _plain(value: object) -> str:
+    """A value of the plan on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return "; ".join(_plain(item) for item in value)
+    return "none" if value is None or value == "" else str(value)
+
+
+def _say_nothing_to_do(console: Console, plan: JobPlan, warnings: Sequence[Finding]) -> None:
+    done, run = plan.state.step, Path(plan.run_path)
+    console.say(f"nothing to do: {done} of {plan.total_steps} steps are done")
+    console.say(f"to go further: nftctl resume {run} --steps {2 * max(done, plan.total_steps)}")
+    console.data(str(run))
+    steps = {"from": done, "to": done, "total": plan.total_steps}
+    console.result("resume", warnings, nothing_to_do=True, run=str(run), steps=steps)

@@ -1,0 +1,124 @@
+"""The entry point: runs one command and turns every ending into an exit code and a message that says what to do.
+
+Owns the mapping from exceptions to exit codes, and the JSON object of a failure. Refuses `--` on every command line:
+nothing is ever accepted after it, so nothing behind it can be dropped in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from nftctl.cli.app import COMMANDS, app
+from nftctl.cli.console import Console
+from nftctl.cli.signals import Stopped
+from nftctl.errors import ExitCode, NftctlError, ProfileRefused, ResumeRefused, TrainingFailed, UsageRefused
+
+PROGRAM = "nftctl"
+
+
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that is not valid text must not end a message half way.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    arguments = sys.argv[1:]
+    try:
+        return run(arguments)
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not try to flush into the closed pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.BUG
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; every failure is printed here and comes back as its exit code."""
+    failure = _Failure(Console(json="--json" in arguments), _command(arguments))
+    try:
+        if "--" in arguments:
+            raise UsageRefused(
+                "nothing is accepted after `--`", hint="write every option and value in front, without `--`"
+            )
+        code = app(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        return code if isinstance(code, int) else ExitCode.OK
+    except BrokenPipeError:
+        raise
+    except typer.TyperException as error:
+        return failure.usage(error)
+    except NftctlError as error:
+        return failure.known(error)
+    except Stopped as error:
+        return failure.stopped(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return failure.stopped("interrupted", ExitCode.SIGINT)
+    except Exception as error:
+        return failure.bug(error)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    return next((argument for argument in arguments if argument in COMMANDS), "")
+
+
+class _Failure:
+    """Says how a command ended, to people and as JSON."""
+
+    def __init__(self, console: Console, command: str) -> None:
+        self._console = console
+        self._command = command
+
+    def usage(self, error: typer.TyperException) -> int:
+        message = error.format_message()
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else f"{PROGRAM} {self._command}".rstrip()
+        self._console.error(message)
+        self._console.say(f"try: {path} --help")
+        return self._end(error.exit_code, message, f"{path} --help")
+
+    def known(self, error: NftctlError) -> int:
+        extra: dict[str, Any] = {}
+        findings = error.findings if isinstance(error, ProfileRefused) else []
+        self._console.findings(findings)
+        self._console.error(error.message, error.hint)
+        if isinstance(error, ResumeRefused):
+            self._console.differences(error.differences)
+            extra["differences"] = [{"key": d.key, "was": d.was, "now": d.now, "why": d.why} for d in error.differences]
+        if isinstance(error, TrainingFailed):
+            extra |= {"rank": error.rank, "log": error.log}
+            if error.log:
+                self._console.say(f"log: {error.log}")
+        if os.environ.get("NFTCTL_DEBUG"):
+            traceback.print_exception(error)
+        return self._end(error.exit_code, error.message, error.hint, findings, **extra)
+
+    def stopped(self, message: str, code: int) -> int:
+        self._console.say(message)
+        return self._end(code, message, "")
+
+    def bug(self, error: Exception) -> int:
+        summary = f"this is a bug in nftctl: {type(error).__name__}: {error}"
+        if os.environ.get("NFTCTL_DEBUG"):
+            traceback.print_exception(error)
+            hint = "please report it with the traceback above"
+        else:
+            hint = f"the traceback is in {_write_traceback(error)}; NFTCTL_DEBUG=1 prints it here"
+        self._console.error(summary, hint)
+        return self._end(ExitCode.BUG, summary, hint)
+
+    def _end(self, code: int, message: str, hint: str, findings: Sequence[Any] = (), **extra: Any) -> int:
+        error = {"message": message, "hint": hint, **extra}
+        self._console.result(self._command, findings, exit_code=code, error=error)
+        return int(code)
+
+
+def _write_traceback(error: Exception) -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", prefix="nftctl-", suffix=".log", delete=False) as log:
+        log.writelines(traceback.format_exception(error))
+    return log.name

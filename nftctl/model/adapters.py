@@ -1,0 +1,160 @@
+"""The LoRA pair `policy` and `old` on one frozen base, by peft; adapters off is the reference.
+
+Both are float32 whatever the base is. Owns which of the three a forward uses and how old follows policy. Policy always
+requires gradients and old never does, whichever is active. Refuses targets that match nothing, or only the prompt
+encoder, whose cached keys and values an adapter would make stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from nftctl.errors import Finding, ProfileRefused
+from nftctl.model.family import Denoiser
+from nftctl.profile.schema import Lora
+
+POLICY, OLD = "policy", "old"
+Weights = Literal["policy", "old", "reference"]
+
+
+def lora_config(lora: Lora, targets: Sequence[str] = ()) -> LoraConfig:
+    """The adapter's peft configuration for module names or suffixes `targets` (default: those of the profile)."""
+    names: Any = list(targets or lora.targets)
+    alpha: Any = lora.alpha
+    return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)
+
+
+def match_targets(denoiser: Denoiser, targets: list[str]) -> list[str]:
+    """Names of the linear modules that the targets select by suffix; raises ProfileRefused on any idle target."""
+    linear = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)]
+    findings = [f for target in targets if (f := _judge(target, linear, denoiser.encoder_modules)) is not None]
+    if not targets:
+        findings = [_finding("lora-matches-nothing", "there are no targets", linear)]
+    if findings:
+        raise ProfileRefused(findings)
+    return [name for name in linear if any(_selects(target, name) for target in targets)]
+
+
+def _selects(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _judge(target: str, linear: list[str], encoder: frozenset[str]) -> Finding | None:
+    if any(_selects(target, name) for name in linear):
+        return None
+    if any(_selects(target, name) for name in encoder):
+        text = f"{target!r} is a module of the prompt encoder, whose output is computed once and kept"
+        return _finding("lora-touches-prompt-encoder", text, linear)
+    return _finding("lora-matches-nothing", f"{target!r} ends no linear module's name in the denoiser", linear)
+
+
+def _finding(code: str, message: str, linear: list[str]) -> Finding:
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    return Finding(code, "model.lora.targets", message, help=f"the denoiser has {', '.join(leaves)}")
+
+
+def add_adapters(denoiser: Denoiser, lora: Lora, *, seed: int) -> None:
+    """Inject `policy` and its exact copy `old`; freeze the base; leave `policy` active.
+
+    A is drawn from (seed, module name) alone: N(0, 1/rank) for `gaussian`, U(-1/sqrt(n), 1/sqrt(n)) for `kaiming`.
+    """
+    if lora_layers(denoiser):
+        raise ValueError("the denoiser already has its adapters")
+    names = match_targets(denoiser, lora.targets)
+    denoiser.requires_grad_(False)
+    config = lora_config(lora, names)
+    # peft initialises from the global generator, and says at the second adapter that there is a first.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for adapter in (POLICY, OLD):
+            inject_adapter_in_model(config, denoiser, adapter_name=adapter)
+    layers = lora_layers(denoiser)
+    if sorted(layers) != sorted(names):
+        raise RuntimeError(f"peft adapted {sorted(layers)}, asked for {sorted(names)}")
+    for name, layer in layers.items():
+        for side in (layer.lora_A, layer.lora_B):
+            side.float()
+        _draw(layer.lora_A[POLICY].weight, name, lora, seed)
+        nn.init.zeros_(layer.lora_B[POLICY].weight)
+        layer._active_adapter = [POLICY]
+        for adapter in (POLICY, OLD):
+            layer.lora_A[adapter].requires_grad_(adapter == POLICY)
+            layer.lora_B[adapter].requires_grad_(adapter == POLICY)
+    refresh_old(denoiser, 0.0)
+
+
+@torch.no_grad()
+def _draw(weight: nn.Parameter, name: str, lora: Lora, seed: int) -> None:
+    digest = hashlib.sha256(f"lora\0{seed}\0{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    value = torch.empty(weight.shape)
+    if lora.init == "gaussian":
+        nn.init.normal_(value, std=1.0 / lora.rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
+    weight.copy_(value)
+
+
+def lora_layers(denoiser: nn.Module) -> dict[str, Any]:
+    """The adapted modules by their diffusers names, in module order."""
+    return {name: module for name, module in denoiser.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _parameters(denoiser: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, layer in lora_layers(denoiser).items():
+        found[f"{name}.lora_A"] = layer.lora_A[adapter].weight
+        found[f"{name}.lora_B"] = layer.lora_B[adapter].weight
+    return dict(sorted(found.items()))
+
+
+def policy_parameters(denoiser: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained adapter, sorted by name, e.g. `layers.0.self_attn.add_q_proj.lora_A` [rank, in]."""
+    return _parameters(denoiser, POLICY)
+
+
+def old_parameters(denoiser: nn.Module) -> dict[str, nn.Parameter]:
+    """The moving old adapter under the same keys as `policy_parameters`."""
+    return _parameters(denoiser, OLD)
+
+
+@contextmanager
+def weights(denoiser: nn.Module, which: Weights) -> Iterator[None]:
+    """Let forwards inside use the policy, the old policy, or the bare base; restores what was active before.
+
+    Leave only after a backward that recomputes activations; a plain backward may come later.
+    """
+    layers = list(lora_layers(denoiser).values())
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    # peft's own switches also flip requires_grad, so the two fields that they set are set here alone.
+    try:
+        for layer in layers:
+            layer._disable_adapters = which == "reference"
+            if which != "reference":
+                layer._active_adapter = [which]
+        yield
+    finally:
+        for layer, (active, disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+@torch.no_grad()
+def refresh_old(denoiser: nn.Module, eta: float) -> None:
+    """old = eta * old + (1 - eta) * policy for every tensor; `eta` in [0, 1), and 0 is a bitwise copy."""
+    if not 0.0 <= eta < 1.0:
+        raise ValueError(f"the kept share must be in [0, 1), got {eta}")
+    policy = policy_parameters(denoiser)
+    for name, old in old_parameters(denoiser).items():
+        if eta == 0.0:
+            old.copy_(policy[name])
+        else:
+            old.mul_(eta).add_(policy[name], alpha=1.0 - eta)

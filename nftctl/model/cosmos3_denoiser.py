@@ -1,0 +1,150 @@
+"""Cosmos3's denoiser: the generation tower, reading a prompt's cached keys and values.
+
+Built from diffusers' own modules under their own names, batched over samples and guidance branches; prompts of other
+lengths in a batch keep their own positions and are masked exactly. Refuses more than one frame.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
+from torch import Tensor, nn
+
+from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
+from nftctl.model.family import Conditioning, Denoiser
+
+
+def patchify(x: Tensor, patch: int) -> Tensor:
+    """[B, C, T, H, W] -> [B, T * h * w, patch * patch * C], zero-padded to whole patches, channel fastest."""
+    x = F.pad(x, (0, -x.shape[-1] % patch, 0, -x.shape[-2] % patch))
+    batch, channels, frames, height, width = x.shape
+    x = x.reshape(batch, channels, frames, height // patch, patch, width // patch, patch)
+    return x.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
+
+
+def unpatchify(tokens: Tensor, patch: int, shape: torch.Size) -> Tensor:
+    """Inverse of `patchify`: crop to `shape` = [B, C, T, H, W]."""
+    batch, channels, frames, height, width = shape
+    rows, columns = -(-height // patch), -(-width // patch)
+    x = tokens.reshape(batch, frames, rows, columns, patch, patch, channels)
+    x = x.permute(0, 6, 1, 2, 4, 3, 5).reshape(batch, channels, frames, rows * patch, columns * patch)
+    # Never a view: FSDP hangs its backward hook on what the denoiser returns.
+    return x if x.shape == shape else x[..., :height, :width].contiguous()
+
+
+class GenerationAttention(nn.Module):
+    """The image's half of a stock attention: full attention over the prompt's keys and its own."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.head_dim = int(stock.head_dim)
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = stock.add_q_proj, stock.add_k_proj, stock.add_v_proj
+        self.to_add_out = stock.to_add_out
+        self.norm_added_q, self.norm_added_k = stock.norm_added_q, stock.norm_added_k
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, N, width]; keys and values [B, kv_heads, L, D] of the prompt -> [B, N, width]."""
+        own_q = self.norm_added_q(split_heads(self.add_q_proj(x), self.head_dim)).transpose(1, 2)
+        own_k = self.norm_added_k(split_heads(self.add_k_proj(x), self.head_dim)).transpose(1, 2)
+        own_v = split_heads(self.add_v_proj(x), self.head_dim).transpose(1, 2)
+        keys = torch.cat((keys, rotate(own_k, cos, sin)), dim=2)
+        values = torch.cat((values, own_v), dim=2)
+        queries = rotate(own_q, cos, sin)
+        if mask is not None:
+            # Of CUDA's fused kernels the one that takes a mask wants as many key heads as query heads.
+            repeats = queries.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
+        projected: Tensor = self.to_add_out(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+class GenerationLayer(nn.Module):
+    """One layer of the image's tower: a unit of sharding and of compilation."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.self_attn = GenerationAttention(stock.self_attn)
+        self.mlp_moe_gen = stock.mlp_moe_gen
+        self.input_layernorm_moe_gen = stock.input_layernorm_moe_gen
+        self.post_attention_layernorm_moe_gen = stock.post_attention_layernorm_moe_gen
+
+    def forward(
+        self, hidden: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """hidden [B, N, width] -> the same shape."""
+        hidden = hidden + self.self_attn(self.input_layernorm_moe_gen(hidden), keys, values, cos, sin, mask)
+        moved: Tensor = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(hidden))
+        return hidden + moved
+
+
+class Cosmos3Denoiser(Denoiser):
+    """The generation tower. Differentiable in its parameters and in the cache; shares them with `stock`."""
+
+    def __init__(self, stock: Cosmos3OmniTransformer) -> None:
+        super().__init__()
+        config: Any = stock.config
+        self.patch = int(config.latent_patch_size)
+        self.channels = int(config.latent_channel)
+        self.timestep_scale = float(config.timestep_scale)
+        self.margin = int(config.unified_3d_mrope_temporal_modality_margin)
+        self.reset_spatial = bool(config.unified_3d_mrope_reset_spatial_ids)
+        self.proj_in, self.proj_out = stock.proj_in, stock.proj_out
+        self.time_proj, self.time_embedder = stock.time_proj, stock.time_embedder
+        self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock.layers)
+        self.norm_moe_gen = stock.norm_moe_gen
+        self.rotary_emb = copy.deepcopy(stock.rotary_emb)
+        self.forwards = 0
+        mine = {id(module) for module in self.modules()}
+        self.encoder_modules = frozenset(
+            name for name, m in stock.named_modules() if isinstance(m, nn.Linear) and id(m) not in mine
+        )
+
+    def shard_units(self) -> list[nn.Module]:
+        """The timestep embedder, which stays float32 beside a bfloat16 base, then every layer."""
+        return [self.time_embedder, *self.layers]
+
+    def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        cache = cast(PromptCache, conditioning)
+        self._check(x, sigma, cache)
+        self.forwards += x.shape[0]
+        hidden = self.proj_in(patchify(x.to(self.proj_in.weight.dtype), self.patch))
+        hidden = hidden + self._time(sigma).to(hidden.dtype)[:, None]
+        cos, sin, mask = self._positions(cache, x.shape, hidden)
+        for layer, keys, values in zip(self.layers, cache.keys.unbind(), cache.values.unbind(), strict=True):
+            hidden = layer(hidden, keys, values, cos, sin, mask)
+        return unpatchify(self.proj_out(self.norm_moe_gen(hidden)), self.patch, x.shape).float()
+
+    def _check(self, x: Tensor, sigma: Tensor, cache: PromptCache) -> None:
+        if x.dim() != 5 or x.shape[1] != self.channels or x.shape[2] != 1:
+            raise ValueError(f"x must be [B, {self.channels}, 1, H, W], got {tuple(x.shape)}")
+        if sigma.shape != x.shape[:1] or cache.rows != x.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {cache.rows}")
+
+    def _time(self, sigma: Tensor) -> Tensor:
+        scaled = sigma.float() * 1000.0 * self.timestep_scale
+        dtype = next(self.time_embedder.parameters()).dtype
+        return cast(Tensor, self.time_embedder(self.time_proj(scaled).to(dtype)))
+
+    def _positions(self, cache: PromptCache, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rope of the image tokens, [B, 1, N, D] each, and the mask; the same for every step of a batch."""
+        key = (shape[-2:], like.dtype, like.device)
+        if key not in cache.memo:
+            cos, sin = self._rope(cache.lengths, shape, like)
+            cache.memo[key] = (cos, sin, cache.attention_mask(like.shape[1]))
+        return cast(tuple[Tensor, Tensor, Tensor | None], cache.memo[key])
+
+    @torch.no_grad()
+    def _rope(self, lengths: tuple[int, ...], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = -(-shape[-2] // self.patch), -(-shape[-1] // self.patch)
+        grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        # The image starts a fixed margin after its own prompt ends, so the frame's position differs between rows.
+        start = torch.tensor(lengths)[:, None] + self.margin
+        space = [axis.flatten()[None] + (0 if self.reset_spatial else start) for axis in grid]
+        positions = torch.stack([axis.expand(len(lengths), rows * columns) for axis in (start, *space)]).to(like.device)
+        cos, sin = self.rotary_emb(position_ids=positions, device=like.device, dtype=like.dtype)
+        return cos[:, None], sin[:, None]

@@ -1,0 +1,109 @@
+"""What a model family has to supply: a prompt encoder, a denoiser and a decoder, in rectified-flow coordinates.
+
+Owns the protocol only. x_t = (1 - sigma) x0 + sigma eps and v = eps - x0 everywhere; timestep scale, sign and packing
+stay inside a family, while guidance, sampling, noising and loss stay outside it. Refuses nothing by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from nftctl.model.shard import Sharding
+
+
+class Conditioning(ABC):
+    """What a denoiser reads of one prompt, or of the prompts of a batch; opaque outside its family."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Prompts held."""
+
+    @classmethod
+    @abstractmethod
+    def batch(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate the rows of `parts` in order, padded to the longest, padding masked exactly."""
+
+
+class PromptEncoder(Protocol):
+    """Frozen map from prompts to conditioning; every unique prompt is encoded once and then remembered."""
+
+    encoded: int
+    """Prompts really encoded so far; a remembered prompt does not count."""
+
+    def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
+        """Return one single-row conditioning per prompt. `negative` marks prompts of the unconditional branch."""
+        ...
+
+
+class Denoiser(nn.Module, ABC):
+    """The adapted, sharded and compiled part: (x_t, sigma, prompt) -> v.
+
+    Module names are those of the diffusers transformer, so that adapters load upstream.
+    """
+
+    forwards: int = 0
+    """Rows denoised so far, all weights and grad modes together."""
+    encoder_modules: frozenset[str] = frozenset()
+    """Linear modules of the same checkpoint that live in the prompt encoder, by their diffusers names."""
+    sharding: Sharding | None = None
+    """Set by `shard.shard_denoiser`; None while the weights are whole."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Return v [B, C, T, H, W] float32 from x of that shape and sigma [B] float32 in [0, 1]."""
+
+    @abstractmethod
+    def shard_units(self) -> list[nn.Module]:
+        """Submodules that get a parameter group of their own, in the order in which forward runs them."""
+
+
+class Decoder(Protocol):
+    """Frozen map from latents to pixels."""
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """Return uint8 [B, T, H, W, 3] from x0 [B, C, T, h, w]; raises TrainingFailed where a number is not finite."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What came from the checkpoint: tensors loaded of those expected, and those left at their seeded start."""
+
+    loaded: int
+    expected: int
+    initialised: tuple[str, ...] = ()
+
+
+@dataclass
+class Family:
+    """A loaded base model."""
+
+    name: str
+    encoder: PromptEncoder
+    denoiser: Denoiser
+    decoder: Decoder
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    clamp_x0: bool
+    """Whether the final latent is clamped to [-1, 1] before decode and training: latents that are pixels."""
+    lora_prefix: str
+    """Component name before each module name in an exported adapter."""
+    report: LoadReport = field(default_factory=lambda: LoadReport(0, 0))
+
+    def batch(self, conds: Sequence[Conditioning]) -> Conditioning:
+        """Join single- or many-row conditionings into one batch, in order."""
+        if not conds:
+            raise ValueError("a batch needs at least one conditioning")
+        return type(conds[0]).batch(conds)
+
+    def noise_shape(self, rows: int) -> torch.Size:
+        """Shape [rows, C, T, H, W] of a batch of latents."""
+        return torch.Size((rows, *self.latent_shape))

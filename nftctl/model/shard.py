@@ -1,0 +1,145 @@
+"""FSDP2 over the denoiser: every base parameter a DTensor over all ranks, the adapters replicated beside it in float32.
+
+Owns the memory policy of the gathered weights, the count of all-gathers, and the one gradient reduction of a step.
+`gather-once` keeps the base whole between `gather` and `release`; `reshard` gathers each unit where it runs. Prompt
+encoder and decoder stay outside. Every rank has to make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from nftctl.model.family import Denoiser
+
+Policy = Literal["gather-once", "reshard"]
+
+# Of a GPU's free memory, what the gathered base may take under `auto`; activations and the decoder get the rest.
+GATHERED_SHARE = 0.5
+
+
+# One collective under two names: 2.13 deprecates the older.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CountedAllGather:
+    """FSDP2's all-gather with a count of the collectives that were really launched."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.calls += 1
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+@dataclass
+class Sharding:
+    """How a denoiser is sharded: the memory policy, its parameter groups in forward order (root last), the counter."""
+
+    policy: Policy
+    units: list[FSDPModule]
+    all_gather: CountedAllGather
+
+
+def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str) -> None:
+    """Shard the base over `mesh` in place, unit by unit, moving each unit to the mesh's device as it is cut.
+
+    `policy` is `auto`, `gather-once` or `reshard`. Adapters have to be there already; they stay whole on every rank.
+    """
+    if denoiser.sharding is not None:
+        raise ValueError("the denoiser is sharded already")
+    chosen = choose_policy(denoiser, mesh, policy)
+    adapters = {p for name, p in denoiser.named_parameters() if "lora_" in name}
+    device = _device(mesh)
+    for parameter in adapters:
+        # FSDP neither shards nor moves what it ignores.
+        parameter.data = parameter.data.to(device)
+    all_gather = CountedAllGather()
+    units = [
+        fully_shard(unit, mesh=mesh, reshard_after_forward=chosen == "reshard", ignored_params=adapters)
+        for unit in (*denoiser.shard_units(), denoiser)
+    ]
+    for unit in units:
+        unit.set_custom_all_gather(cast(Any, all_gather))
+        unit.set_reshard_after_backward(chosen == "reshard", recurse=False)
+    denoiser.sharding = Sharding(chosen, units, all_gather)
+    _refuse_whole_parameters(denoiser, adapters)
+
+
+def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str) -> Policy:
+    """Resolve `auto`: `gather-once` where the gathered base fits on the fullest GPU of the mesh. Collective on GPUs."""
+    if policy in ("gather-once", "reshard"):
+        return cast(Policy, policy)
+    if policy != "auto":
+        raise ValueError(f"shard policy must be auto, gather-once or reshard, got {policy!r}")
+    if mesh.device_type != "cuda":
+        return "gather-once"
+    here = sum(p.nbytes for p in denoiser.parameters() if p.is_cuda)
+    free = torch.tensor(float(torch.cuda.mem_get_info()[0] + here), device=_device(mesh))
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    whole = sum(p.nbytes for p in denoiser.parameters())
+    return "gather-once" if whole <= GATHERED_SHARE * float(free) else "reshard"
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _refuse_whole_parameters(denoiser: nn.Module, adapters: set[nn.Parameter]) -> None:
+    whole = [n for n, p in denoiser.named_parameters() if p not in adapters and not isinstance(p, DTensor)]
+    if whole:
+        raise RuntimeError(f"not sharded: {', '.join(whole)}")
+
+
+def gather(denoiser: Denoiser) -> None:
+    """Make the base whole on this rank until `release`. Collective; does nothing when whole, unsharded or `reshard`."""
+    if denoiser.sharding is not None and denoiser.sharding.policy == "gather-once":
+        for unit in denoiser.sharding.units:
+            unit.unshard()
+
+
+def release(denoiser: Denoiser) -> None:
+    """Free the gathered base; the shards remain. Local; forwards afterwards gather on their own and keep the result."""
+    if denoiser.sharding is not None:
+        for unit in denoiser.sharding.units:
+            unit.reshard()
+
+
+def gathers(denoiser: Denoiser) -> int:
+    """All-gathers launched by this rank so far: one per parameter group and gathering, none in a world of one."""
+    return 0 if denoiser.sharding is None else denoiser.sharding.all_gather.calls
+
+
+@torch.no_grad()
+def reduce_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Replace each gradient by its mean over the ranks of `group` (None: the default one): one float32 all-reduce.
+
+    Parameters without a gradient count as zero and get one, so that every rank sends the same bucket.
+    """
+    held = list(params)
+    if not held:
+        return
+    for parameter in held:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [cast(Tensor, parameter.grad) for parameter in held]
+    bucket = torch.cat([grad.float().flatten() for grad in grads])
+    dist.all_reduce(bucket, group=group)
+    bucket /= dist.get_world_size(group)
+    for grad, mean in zip(grads, torch.split(bucket, [g.numel() for g in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))

@@ -1,0 +1,56 @@
+"""The word-level tokenizer of the embedded base, in the form that Cosmos3's pipeline expects.
+
+Owns the vocabulary and the chat template. There is no token for the unknown: the template itself refuses, by name, a
+word that the base was never shown, a system message and thereby the resolution sentence, since an untrained embedding
+would draw something in silence. The empty prompt is the unconditional one.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from nftctl.model.tiny.data import WORDS
+
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>")
+VOCABULARY = {token: n for n, token in enumerate((*SPECIAL, *WORDS))}
+
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] != 'user' -%}
+{{- raise_exception('the tiny base knows no ' + message['role'] + ' message: set model.system_prompt = false') -}}
+{%- endif -%}
+{%- for word in message['content'].split() -%}
+{%- if word not in WORDS -%}
+{{- raise_exception('the tiny base does not know the word "' + word + '" (set model.resolution_template = false; '
+    ~ 'its words are: ' + WORDS | join(', ') + ')') -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>' + message['content'] -}}
+{%- endfor -%}
+"""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 21 tokens: "a red seven" becomes `<|im_start|> a red seven`, to which the pipeline adds two more."""
+    words = Tokenizer(WordLevel(VOCABULARY))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|vision_start|>"],
+        model_max_length=64,
+    )
+    tokenizer.chat_template = "{%- set WORDS = " + json.dumps(WORDS) + " -%}\n" + TEMPLATE
+    return tokenizer
+
+
+def prompt_tokens(text: str) -> list[int]:
+    """Token ids of one prompt as the pipeline makes them from the template: start, words, end, start of image."""
+    return [VOCABULARY[token] for token in ("<|im_start|>", *text.split(), "<|im_end|>", "<|vision_start|>")]

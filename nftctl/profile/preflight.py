@@ -1,0 +1,75 @@
+"""Every rule that a loaded profile must pass before anything is started. No network, nothing written, no torch.
+
+Owns the list of rules and the way from a rule's word to a finding with its place. Rules refuse rather than warn; the
+two warnings are about values that are allowed and mislead.
+"""
+
+from __future__ import annotations
+
+from nftctl.errors import Finding, ProfileRefused
+from nftctl.profile.diagnose import Places, arrange, printable
+from nftctl.profile.keys import Path, parse
+from nftctl.profile.load import Resolved
+from nftctl.profile.origins import DEFAULT, Fault, Origin
+from nftctl.profile.rules import base, data, modality, objective, reward, topology
+from nftctl.profile.rules.rule import Facts, Problem, Rule
+
+__all__ = ["RULES", "Rule", "check", "locate_origins", "refuse_if_wrong"]
+
+RULES: tuple[Rule, ...] = (
+    *topology.RULES,
+    *modality.RULES,
+    *base.RULES,
+    *objective.RULES,
+    *reward.RULES,
+    *data.RULES,
+)
+
+
+def check(resolved: Resolved) -> list[Finding]:
+    """What every rule has to say, sorted by line. An empty list means that nothing is wrong."""
+    facts = Facts(resolved)
+    places = Places(resolved.texts)
+    found = [_finding(rule, problem, resolved, places) for rule in RULES for problem in rule.function(facts)]
+    return arrange(found, list(resolved.texts))
+
+
+def refuse_if_wrong(resolved: Resolved) -> list[Finding]:
+    """The warnings, if there is nothing worse. Raises ProfileRefused with all findings otherwise."""
+    findings = check(resolved)
+    if any(finding.severity == "error" for finding in findings):
+        raise ProfileRefused(findings)
+    return findings
+
+
+def locate_origins(resolved: Resolved) -> dict[str, Origin]:
+    """`resolved.origins` with line and column filled in for values from files; costs a parse of each file."""
+    places = Places(resolved.texts)
+    located = {}
+    for key, origin in resolved.origins.items():
+        line, column = places.find(origin, parse(key.split("."))) or (None, None)
+        located[key] = Origin(origin.source, origin.text, line, column, origin.argument)
+    return located
+
+
+def _finding(rule: Rule, problem: Problem, resolved: Resolved, places: Places) -> Finding:
+    if problem.at is not None:
+        origin, line, column = problem.at
+        message, help, origin = map(printable, (problem.message, problem.help, origin))
+        return Finding(rule.code, problem.key, message, help, rule.severity, origin, line, column)
+    path = parse(problem.key.split("."))
+    fault = Fault(path, _origin(problem.key, path, resolved), rule.code, problem.message, problem.help)
+    placed = places.finding(fault)
+    return Finding(
+        rule.code, placed.key, placed.message, placed.help, rule.severity, placed.origin, placed.line, placed.column
+    )
+
+
+def _origin(key: str, path: Path, resolved: Resolved) -> Origin:
+    """Where the value came from; a value left out is looked for where it would stand, in the profile."""
+    inside = (origin for name, origin in resolved.origins.items() if name.startswith(f"{key}."))
+    origin = resolved.origins.get(key) or next(inside, DEFAULT)
+    if origin.source != "default":
+        return origin
+    file = str(resolved.path) if resolved.path is not None else resolved.name
+    return Origin("profile", file)

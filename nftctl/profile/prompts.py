@@ -1,0 +1,148 @@
+"""Prompt files: `.txt` with one prompt a line, or `.jsonl` with `prompt`, optional `reward_prompt` and `metadata`.
+
+Owns the way from a profile's words to files, and their strict reading: a line that is not of the declared format, an
+empty one included, is refused by its number, since skipping it would renumber every later row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nftctl.errors import Finding, ProfileRefused
+from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_BASE, PACKAGE, local
+from nftctl.profile.jsonable import unfit
+
+MISSING, INVALID = "prompt-file-missing", "prompt-file-invalid"
+
+_MOST_FINDINGS = 20  # of one file: the hundredth wrong line teaches nothing that the first did not
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One source row. Example: Prompt('{"subject": "a red bus"}', "a red bus", {"source": "ours"})."""
+
+    text: str
+    """What the model reads."""
+    reward_text: str
+    """What scorers read; the same unless the line says otherwise."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Sent along to scorers."""
+
+
+def resolve_prompt_file(value: str, split: Literal["train", "test"]) -> Path:
+    """The file that `data.prompt_file` (train) or `eval.prompt_file` (test) names."""
+    return PACKAGE / "model" / "tiny" / f"prompts_{split}.txt" if value == EMBEDDED else local(value)
+
+
+def base_folder(value: str) -> Path:
+    """The folder that `rl.init_from` names."""
+    return EMBEDDED_BASE if value == EMBEDDED else local(value)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Every prompt in file order. Raises ProfileRefused with a finding for each wrong line."""
+    readers = {".txt": _text_line, ".jsonl": _json_line}
+    if path.suffix not in readers:
+        raise _refused(path, "a prompt file is .txt (one prompt a line) or .jsonl")
+    lines = _lines(path)
+    prompts: list[Prompt] = []
+    findings: list[Finding] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(_read_line(line, readers[path.suffix]))
+        except ValueError as error:
+            findings.append(Finding(INVALID, "", str(error), origin=str(path), line=number, column=1))
+    if len(findings) > _MOST_FINDINGS:
+        more = f"{len(findings) - _MOST_FINDINGS} more lines are not of this format either"
+        findings = [*findings[:_MOST_FINDINGS], Finding(INVALID, "", more, origin=str(path))]
+    if findings:
+        raise ProfileRefused(findings)
+    return prompts
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise _refused(path, f"there is no such file: {path.absolute()}", code=MISSING) from None
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"the file cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise _refused(path, "the file starts with a byte order mark; save it as plain UTF-8", line=1)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _refused(path, f"byte 0x{data[error.start]:02x} is not UTF-8", line=line) from None
+    if not text.strip():
+        raise _refused(path, "the file holds no prompts")
+    # Not splitlines(): a prompt may hold U+2028 and its kin.
+    lines = text.removesuffix("\n").split("\n")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _refused(path: Path, message: str, *, code: str = INVALID, line: int | None = None) -> ProfileRefused:
+    column = None if line is None else 1
+    return ProfileRefused([Finding(code, "", message, origin=str(path), line=line, column=column)])
+
+
+def _read_line(line: str, reader: Callable[[str], Prompt]) -> Prompt:
+    if not line.strip():
+        raise ValueError("the line is empty")
+    return reader(line)
+
+
+def _text_line(line: str) -> Prompt:
+    # A Cosmos3 prompt may well be JSON; an object with a "prompt" in it is a row of the other format.
+    if line.startswith("{") and '"prompt"' in line:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and "prompt" in row:
+            raise ValueError("this is a row of a .jsonl file, and the file is named .txt")
+    return Prompt(line, line)
+
+
+def _json_line(line: str) -> Prompt:
+    try:
+        row = json.loads(line, object_pairs_hook=_unique)
+        reason = unfit(row)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the line is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("the line is nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError("the line is JSON, but not an object")
+    if reason:
+        raise ValueError(f"each value {reason}")
+    unknown = sorted(set(row) - {"prompt", "reward_prompt", "metadata"})
+    if unknown:
+        raise ValueError(f"{json.dumps(unknown[0])} is not one of prompt, reward_prompt, metadata")
+    text = _words(row, "prompt")
+    if text is None:
+        raise ValueError('the row has no "prompt"')
+    metadata = row.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise ValueError('"metadata" must be an object')
+    return Prompt(text, _words(row, "reward_prompt") or text, metadata)
+
+
+def _words(row: dict[str, Any], key: str) -> str | None:
+    value = row.get(key)
+    if value is None and key not in row:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'"{key}" must be a text that is not empty; a structured prompt is written as one JSON text')
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("the line names a key twice")
+    return row

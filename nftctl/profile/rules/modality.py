@@ -1,0 +1,102 @@
+"""What is generated: the modality, and the named text-to-image contract that an image run is held to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.t2i import T2I_PROFILES
+
+_SUPPORTED = f"supported: {', '.join(T2I_PROFILES)}"
+
+
+def _video(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.rl.modality == "video":
+        left_out = " (the default)" if facts.modality_left_out else ""
+        message = f'rl.modality = "video"{left_out} is not in this release'
+        yield Problem("rl.modality", message, 'rl.modality = "image"')
+
+
+def _video_profile(facts: Facts) -> Iterator[Problem]:
+    rl = facts.profile.rl
+    if rl.modality == "video" and not facts.modality_left_out and rl.profile:
+        yield Problem("rl.profile", f'rl.profile must be empty for video, got "{rl.profile}"')
+
+
+def _skip_keys_video(facts: Facts) -> Iterator[Problem]:
+    rl = facts.profile.rl
+    if rl.modality == "video" and not facts.modality_left_out and rl.init_keys_to_skip_loading:
+        yield Problem("rl.init_keys_to_skip_loading", "rl.init_keys_to_skip_loading must be empty for video")
+
+
+def _missing(facts: Facts) -> Iterator[Problem]:
+    rl = facts.profile.rl
+    if rl.modality == "image" and not rl.profile:
+        yield Problem("rl.profile", "rl.profile must name a text-to-image contract", _SUPPORTED)
+
+
+def _unknown(facts: Facts) -> Iterator[Problem]:
+    rl = facts.profile.rl
+    if rl.modality == "image" and rl.profile and facts.contract is None:
+        close = difflib.get_close_matches(rl.profile, T2I_PROFILES, n=1)
+        help = f"did you mean {close[0]}? {_SUPPORTED}" if close else _SUPPORTED
+        yield Problem("rl.profile", f'rl.profile = "{rl.profile}" is not a known text-to-image contract', help)
+
+
+def _contradicted(facts: Facts) -> Iterator[Problem]:
+    contract, rl, model = facts.contract, facts.profile.rl, facts.profile.model
+    if contract is None:
+        return
+    says = f'the contract "{contract.name}" allows'
+    smallest, largest, multiple = contract.sides
+    for key, side in (("model.height", model.height), ("model.width", model.width)):
+        if not smallest <= side <= largest or side % multiple:
+            allowed = f"{smallest}" if smallest == largest else f"multiples of {multiple} from {smallest} to {largest}"
+            yield Problem(key, f"{says} {allowed} for {key}, got {side}")
+    for key, value, (low, high) in (
+        ("rl.sample_steps", rl.sample_steps, contract.sample_steps),
+        ("rl.sampler_shift", rl.sampler_shift, contract.sampler_shift),
+        ("rl.guidance", rl.guidance, contract.guidance),
+    ):
+        if not low <= value <= high:
+            yield Problem(key, f"{says} {low:g} to {high:g} for {key}, got {value:g}")
+    if model.dtype not in contract.dtypes:
+        yield Problem("model.dtype", f'{says} {" or ".join(contract.dtypes)} for model.dtype, got "{model.dtype}"')
+    for key, on in (
+        ("model.system_prompt", model.system_prompt),
+        ("model.resolution_template", model.resolution_template),
+    ):
+        if on and not contract.templates:
+            yield Problem(key, f"{says} only false for {key}: its tokenizer knows no such words")
+    for target in model.lora.targets:
+        if not contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target):
+            message = f'{says} no LoRA target "{target}": no module of the denoiser ends in it'
+            yield Problem("model.lora.targets", message, _targets(facts))
+    if not model.lora.targets:
+        yield Problem("model.lora.targets", f"{says} no empty list of LoRA targets", _targets(facts))
+
+
+def _lora_scope(facts: Facts) -> Iterator[Problem]:
+    if facts.contract is None:
+        return
+    for target in facts.profile.model.lora.targets:
+        if facts.contract.lora.touches_prompt_encoder(target):
+            message = f'LoRA target "{target}" selects a module of the prompt encoder, whose output is computed once'
+            yield Problem("model.lora.targets", message, _targets(facts))
+
+
+def _targets(facts: Facts) -> str:
+    names = facts.contract.lora.denoiser if facts.contract else ()
+    return f"the denoiser has {', '.join(name.removeprefix('layers.*.') for name in names)}"
+
+
+RULES = (
+    Rule("video-not-in-release", "This release generates images only.", _video),
+    Rule("video-profile", "Video takes no text-to-image contract.", _video_profile),
+    Rule("skip-keys-video", "The video contract loads the whole base.", _skip_keys_video),
+    Rule("rl-profile-missing", "An image run names the contract it is held to.", _missing),
+    Rule("rl-profile-unknown", "An image run names a contract that exists.", _unknown),
+    Rule("rl-profile-contradicted", "No value lies outside what the named contract allows.", _contradicted),
+    Rule("lora-touches-prompt-encoder", "An adapted prompt encoder would make its cached output stale.", _lora_scope),
+)

@@ -1,0 +1,123 @@
+"""Who scores, under which pinned revision, and for how long the run waits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from nftctl.profile.artifacts import scorer_names
+from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.schema import Provider
+from nftctl.profile.sources import PREFIX, SPECIAL
+
+
+def _of_kind(facts: Facts, kind: str) -> Iterator[tuple[str, Provider]]:
+    for index, provider in enumerate(facts.profile.reward.providers):
+        if provider.kind == kind:
+            yield f"reward.providers.{index}", provider
+
+
+def _missing(facts: Facts) -> Iterator[Problem]:
+    if not facts.profile.reward.providers:
+        help = "add [[reward.providers]] with name, url and revision"
+        yield Problem("reward.providers", "reward.providers is empty: there is no default provider", help)
+
+
+def _url_missing(facts: Facts) -> Iterator[Problem]:
+    for key, provider in _of_kind(facts, "http"):
+        if not provider.url.strip():
+            yield Problem(f"{key}.url", f'{key}.url is required for provider "{provider.name}"')
+
+
+def _url_invalid(facts: Facts) -> Iterator[Problem]:
+    for key, provider in _of_kind(facts, "http"):
+        fault = _url_fault(provider.url) if provider.url.strip() else ""
+        if fault:
+            yield Problem(f"{key}.url", f"{key}.url {fault}", "for example http://127.0.0.1:8000")
+
+
+def _url_fault(url: str) -> str:
+    """What is wrong with a base URL. The URL is not repeated: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        port_is_fine = parts.port is None or parts.port > 0
+    except ValueError as error:
+        return f"is not a URL: {error}"
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or not url.isprintable():
+        return "must be http://host[:port] or https://host[:port]"
+    if parts.username is not None or parts.password is not None:
+        return "must hold no credentials: it is written to the run folder; the token comes from the environment"
+    if parts.query or parts.fragment:
+        return "must be a base address, without ? and #"
+    return ""
+
+
+def _revision(facts: Facts) -> Iterator[Problem]:
+    for key, provider in _of_kind(facts, "http"):
+        if not provider.revision.strip():
+            message = f'{key}.revision is required for provider "{provider.name}": it is part of the run\'s identity'
+            yield Problem(f"{key}.revision", message, "`nftctl reward-ping` shows what the service declares")
+
+
+def _scorer(facts: Facts) -> Iterator[Problem]:
+    known = scorer_names()
+    for key, provider in _of_kind(facts, "embedded"):
+        if provider.scorer not in known:
+            close = difflib.get_close_matches(provider.scorer, known, n=1)
+            help = f"did you mean {close[0]}?" if close else f"packaged: {', '.join(known)}"
+            yield Problem(f"{key}.scorer", f'{key}.scorer = "{provider.scorer}" is not a packaged scorer', help)
+
+
+def _weights(facts: Facts) -> Iterator[Problem]:
+    providers = facts.profile.reward.providers
+    if providers and all(provider.weight == 0 for provider in providers):
+        yield Problem("reward.providers.0.weight", "every provider has weight 0, so there is no reward to learn from")
+
+
+def _names(facts: Facts) -> Iterator[Problem]:
+    names = [provider.name for provider in facts.profile.reward.providers]
+    for index, name in enumerate(names):
+        key = f"reward.providers.{index}.name"
+        if not name.strip():
+            yield Problem(key, f"{key} must not be empty")
+        elif name in names[:index]:
+            yield Problem(key, f'{key} = "{name}" is taken: names label metrics and identity')
+
+
+def _clip(facts: Facts) -> Iterator[Problem]:
+    for index, provider in enumerate(facts.profile.reward.providers):
+        if provider.clip is not None and not provider.clip[0] < provider.clip[1]:
+            key = f"reward.providers.{index}.clip"
+            yield Problem(key, f"{key} must be [low, high] with low < high")
+
+
+def _token(facts: Facts) -> Iterator[Problem]:
+    for index, provider in enumerate(facts.profile.reward.providers):
+        name = provider.token_env
+        if name.startswith(PREFIX) and name not in SPECIAL:
+            key = f"reward.providers.{index}.token_env"
+            message = f"{key} names {name}, which is refused in the environment as an unknown variable"
+            yield Problem(key, message, "NFTCTL_REWARD_TOKEN, or a name that does not begin with NFTCTL_")
+
+
+def _deadline(facts: Facts) -> Iterator[Problem]:
+    deadline, timeout = facts.profile.reward.deadline_s, facts.profile.grid.collective_timeout_s
+    if deadline >= timeout:
+        message = f"reward.deadline_s = {deadline:g} must be below grid.collective_timeout_s = {timeout:g}: "
+        message += "else a late reward is reported as a lost rank"
+        yield Problem("reward.deadline_s", message)
+
+
+RULES = (
+    Rule("reward-missing", "There is no default reward.", _missing),
+    Rule("reward-url-missing", "A service is reached by its URL.", _url_missing),
+    Rule("reward-url-invalid", "A URL is a plain base address without secrets.", _url_invalid),
+    Rule("reward-revision-missing", "The provider's revision is part of the run's identity.", _revision),
+    Rule("reward-scorer-unknown", "An embedded provider is a packaged scorer.", _scorer),
+    Rule("reward-weights", "At least one score counts.", _weights),
+    Rule("reward-names", "Provider names tell metrics apart.", _names),
+    Rule("reward-clip", "Bounds are in order.", _clip),
+    Rule("reward-token", "The token's variable can be set.", _token),
+    Rule("grid-timeout", "A late reward is reported as such, not as a lost rank.", _deadline),
+)

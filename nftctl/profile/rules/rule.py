@@ -1,0 +1,87 @@
+"""What a rule is, and the facts it may look at.
+
+Rules run independently, so each says exactly what is its own and stays silent where another rule has the word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from nftctl.errors import Finding, ProfileRefused
+from nftctl.profile.artifacts import Base, inspect_base
+from nftctl.profile.load import Resolved
+from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file
+from nftctl.profile.schema import Profile
+from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a rule has against one key. `at` points into another file than the profile: (file, line, column)."""
+
+    key: str
+    message: str
+    help: str = ""
+    at: tuple[str, int | None, int | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A code, the reason for it in one sentence, and the function that looks."""
+
+    code: str
+    reason: str
+    function: Callable[[Facts], Iterable[Problem]]
+    severity: Literal["error", "warning"] = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFile:
+    """A prompt file as read: its prompts, or what is wrong with it."""
+
+    key: str
+    prompts: list[Prompt]
+    findings: list[Finding]
+
+
+class Facts:
+    """The resolved profile and what lies where it points, each file read at most once per preflight."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+        self.profile: Profile = resolved.profile
+
+    @property
+    def contract(self) -> T2iProfile | None:
+        """The named text-to-image contract, if the name is known."""
+        return T2I_PROFILES.get(self.profile.rl.profile)
+
+    @property
+    def modality_left_out(self) -> bool:
+        """Whether `video` is only the default; then nothing that follows from it is the person's fault."""
+        return self.resolved.origins["rl.modality"].source == "default"
+
+    @cached_property
+    def base(self) -> Base:
+        """What `rl.init_from` names."""
+        return inspect_base(self.profile.rl.init_from)
+
+    @cached_property
+    def prompt_files(self) -> list[PromptFile]:
+        """The training prompts and, if there are any, the evaluation prompts."""
+        files = []
+        if self.profile.data.prompt_file:
+            files.append(_read("data.prompt_file", self.profile.data.prompt_file, "train"))
+        if self.profile.eval.prompt_file:
+            files.append(_read("eval.prompt_file", self.profile.eval.prompt_file, "test"))
+        return files
+
+
+def _read(key: str, value: str, split: Literal["train", "test"]) -> PromptFile:
+    try:
+        return PromptFile(key, read_prompts(resolve_prompt_file(value, split)), [])
+    except ProfileRefused as refused:
+        return PromptFile(key, [], refused.findings)

@@ -1,0 +1,65 @@
+"""Where the run is placed: one Ray actor group that is one FSDP world, one rank per sample of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nftctl.profile.rules.rule import Facts, Problem, Rule
+
+
+def _backend(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.grid.backend != "ray":
+        yield Problem("grid.backend", 'grid.backend must be "ray": the five roles are one Ray actor group')
+
+
+def _grouping(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.grid.grouping != "single":
+        message = 'grid.grouping must be "single": data, rollout, reward, replay and policy share one process per rank'
+        yield Problem("grid.grouping", message)
+
+
+def _placement(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.grid.gpu_placement != "colocated":
+        message = 'grid.gpu_placement must be "colocated": the actors form one distributed FSDP world'
+        yield Problem("grid.gpu_placement", message)
+
+
+def _gpus_per_role(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.grid.gpus_per_role is not None:
+        message = "grid.gpus_per_role must stay unset: colocated roles have no GPUs of their own"
+        yield Problem("grid.gpus_per_role", message, help="remove the key")
+
+
+def _group_size(facts: Facts) -> Iterator[Problem]:
+    size = facts.profile.rl.group_size
+    if size < 2:
+        message = f"rl.group_size must be at least 2, got {size}: an advantage compares the samples of a group"
+        yield Problem("rl.group_size", message)
+
+
+def _role_shape(facts: Facts) -> Iterator[Problem]:
+    grid, size = facts.profile.grid, facts.profile.rl.group_size
+    why = f"rl.group_size = {size} means {size} model ranks"
+    if grid.ranks is not None and grid.ranks != size:
+        help = "remove grid.ranks, or make it equal to rl.group_size"
+        yield Problem("grid.ranks", f"grid.ranks must be {size}, got {grid.ranks}: {why}", help)
+    if grid.num_replicas != 1:
+        yield Problem(
+            "grid.num_replicas", f"grid.num_replicas must be 1, got {grid.num_replicas}: there is one replica"
+        )
+    if grid.shapes is None:
+        return
+    wanted = f"{{policy = [1, {size}], rollout = [1, {size}]}}"
+    if grid.shapes != {"policy": [1, size], "rollout": [1, size]}:
+        message = f"grid.shapes must give policy and rollout the shape [1, {size}] and nothing else: {why}"
+        yield Problem("grid.shapes", message, f"grid.shapes = {wanted}, or remove the key")
+
+
+RULES = (
+    Rule("grid-backend", "The five roles are one Ray actor group.", _backend),
+    Rule("grid-grouping", "Data, rollout, reward, replay and policy share one process per rank.", _grouping),
+    Rule("grid-placement", "The actors form one distributed FSDP world.", _placement),
+    Rule("gpus-per-role", "Colocated roles take no GPUs of their own.", _gpus_per_role),
+    Rule("group-size", "An advantage compares at least two samples of a prompt.", _group_size),
+    Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
+)

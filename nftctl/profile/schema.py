@@ -1,0 +1,331 @@
+"""The whole profile as types: one class per section, one docstring per key, defaults of the specification.
+
+Owns shapes and types only. What values are *allowed together* is preflight's business, so a forbidden topology still
+parses here and is refused there with its reason. Refuses unknown keys, text for numbers, booleans for integers and
+numbers that are not finite.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: closed, immutable, strict."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Job(Section):
+    """Name and place of the run."""
+
+    name: str = ""
+    """Run name and folder name under `run_dir`; empty: profile name, date and time."""
+    run_dir: str = "runs"
+    """Folder that holds run folders."""
+    deterministic: bool = False
+    """Select deterministic kernels on GPUs."""
+
+
+class Grid(Section):
+    """Placement of the one actor group. The defaults are the only accepted topology."""
+
+    backend: str = "ray"
+    """Process backend; must be `ray`."""
+    grouping: str = "single"
+    """Role grouping; must be `single`: data, rollout, reward, replay and policy share one process per rank."""
+    gpu_placement: str = "colocated"
+    """Must be `colocated`: the actors form one FSDP world."""
+    gpus_per_role: dict[str, int] | int | None = None
+    """Must stay unset: colocated roles take no per-role GPUs."""
+    ranks: int | None = None
+    """Model ranks per replica; unset: `rl.group_size`."""
+    num_replicas: int = 1
+    """Execution replicas; must be 1."""
+    shapes: dict[str, list[int]] | None = None
+    """`{policy = [1, N], rollout = [1, N]}`; wins over `ranks` and `num_replicas` when given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; `auto` takes GPUs when there are any."""
+    address: str = "local"
+    """`local` starts a private Ray; anything else is the address of a cluster to join."""
+    collective_timeout_s: Positive = 120.0
+    """Seconds after which a collective that a rank does not join fails."""
+
+
+class Old(Section):
+    """The moving old policy, which samples and anchors the implicit velocities."""
+
+    build_old: bool = True
+    """Keep a moving old policy; false: the policy samples and is its own anchor."""
+    update_every: int | None = None
+    """Refresh cadence in optimizer steps; required (>= 1, a multiple of `rl.updates_per_rollout`) with `build_old`."""
+    decay: Literal["copy", "linear", "delayed", "constant"] = "copy"
+    """Share of the old weights kept at refresh i (in optimizer steps): 0; min(0.001 i, 0.5); 0 until 75, then
+    min(0.0075 (i - 75), 0.999); or `constant`."""
+    constant: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share kept when `decay = "constant"`."""
+
+
+class Ref(Section):
+    """The frozen reference: the base weights with adapters off."""
+
+    update_every: int = 0
+    """Must be 0: the reference never moves."""
+
+
+class Rl(Section):
+    """The DiffusionNFT objective, its rollout and its schedule."""
+
+    modality: Literal["image", "video"] = "video"
+    """Decoded media type. Video is not in this release."""
+    profile: str = ""
+    """Named text-to-image contract; required for images, empty for video."""
+    init_from: str = ""
+    """Base weights: `embedded`, a diffusers folder, a DCP folder, or a hub id with `@revision`."""
+    init_keys_to_skip_loading: list[str] = []
+    """Substrings of parameter names that keep their seeded initialisation at a fresh launch."""
+    group_size: int = 4
+    """Samples per prompt, and the number of model ranks."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Root of every random number of the run."""
+    max_steps: int | None = None
+    """Total number of rollouts since the run's birth."""
+    updates_per_rollout: Count = 1
+    """Optimizer steps per rollout."""
+    beta: Positive = 1.0
+    """Sharpness of the implicit velocities. No effect on the first optimizer step after a hard-copied refresh."""
+    kl_beta: NonNegative = 1.0
+    """Weight of the velocity-space penalty towards the reference; 0 runs no reference forward."""
+    policy_loss_scale: Positive = 5.0
+    """Scale of the policy loss; never follows the advantage bounds."""
+    advantage_low: float = -5.0
+    """Lower clamp of the advantage."""
+    advantage_high: float = 5.0
+    """Upper clamp of the advantage, and the divisor of the linear map."""
+    advantage_std: Literal["group", "global"] = "group"
+    """Spread that divides the advantage: of the row's group, or of the step's samples."""
+    r_map: Literal["linear", "sigmoid"] = "linear"
+    """Optimality map from clamped advantage to [0, 1]."""
+    r_tau: Positive = 0.5
+    """Temperature of the sigmoid map."""
+    uniform_timestep: bool = False
+    """Draw training timesteps uniformly instead of by the shifted logit-normal law."""
+    timestep_source: Literal["continuous", "grid"] = "continuous"
+    """`grid` draws the rollout's own sigmas without replacement."""
+    timesteps_per_sample: Count = 1
+    """Training timesteps per sample and optimizer step."""
+    train_shift: Positive | None = None
+    """Shift of the training law; unset: `rl.sampler_shift`."""
+    train_t_range: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
+    """Interval that training timesteps are kept to."""
+    sample_steps: Count = 20
+    """Sampler steps per generation."""
+    sampler_shift: Positive = 5.0
+    """Shift of the rollout's sigma schedule."""
+    scheduler_type: str = "unipc"
+    """Sampler; must be `unipc`."""
+    guidance: NonNegative = 3.0
+    """v_uncond + guidance (v_cond - v_uncond): 1 is conditional only, 0 is unconditional."""
+    negative_prompt: str = ""
+    """Prompt of the unconditional branch."""
+    rollout_seed_clock: Literal["source_row", "optimizer_step"] = "source_row"
+    """What advances the rank-local seeds: the source row, or the optimizer step."""
+    old: Old = Old()
+    ref: Ref = Ref()
+
+
+class Lora(Section):
+    """The adapter that is trained."""
+
+    rank: Count = 16
+    """Rank of the update."""
+    alpha: Positive = 32.0
+    """Scale: the update is multiplied by alpha / rank."""
+    targets: list[str] = ["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    """Module-name suffixes in the denoiser; each must match at least one module."""
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    """Initialisation of A; B starts at zero."""
+
+
+class Model(Section):
+    """Media shape, precision and memory of the model."""
+
+    vae: str = ""
+    """Folder of the VAE; required when `rl.init_from` holds none."""
+    tokenizer: str = ""
+    """Folder of the tokenizer; required when `rl.init_from` holds none."""
+    height: Count = 512
+    """Image height in pixels."""
+    width: Count = 512
+    """Image width in pixels."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the frozen base; the adapter and its optimizer are always float32."""
+    decode_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision of the decoder."""
+    shard: Literal["auto", "gather-once", "reshard"] = "auto"
+    """Memory policy of the sharded base: keep it gathered through a step, or re-gather layer by layer."""
+    system_prompt: bool = True
+    """Put the family's system prompt before each prompt."""
+    resolution_template: bool = True
+    """Append the family's sentence on the resolution to each prompt."""
+    rollout_micro_batch: Count | None = None
+    """Samples denoised and decoded together on a rank; unset: all rows of the step."""
+    train_micro_batch: Count | None = None
+    """(sample, timestep) pairs per training forward on a rank; unset: all of them."""
+    lora: Lora = Lora()
+
+
+class Data(Section):
+    """Prompts and how they are consumed."""
+
+    prompt_file: str = ""
+    """`.txt` (one prompt a line), `.jsonl` (`prompt`, optional `reward_prompt` and `metadata`), or `embedded`."""
+    rows_per_step: Count = 4
+    """Source rows per step; every rank makes one sample of each."""
+    shuffle: bool = False
+    """Permute the file anew in each epoch, keyed by seed and epoch."""
+
+
+class Provider(Section):
+    """One reward provider."""
+
+    name: str
+    """Label in metrics, messages and identity."""
+    kind: Literal["http", "embedded"] = "http"
+    """A running service, or a packaged scorer that the run starts and stops itself."""
+    protocol: Literal["nftctl-reward/1"] = "nftctl-reward/1"
+    """Wire protocol of an http provider."""
+    url: str = ""
+    """Base URL of an http provider."""
+    revision: str = ""
+    """Pinned revision; required for http, and equal to what the service declares."""
+    scorer: str = ""
+    """Name of the packaged scorer of an embedded provider."""
+    weight: float = 1.0
+    """Weight of the score in the reward; 0 is logged only."""
+    scale: Positive = 1.0
+    """Factor on the score before clip and weight."""
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Bounds on the scaled score; unset: none."""
+    token_env: str = "NFTCTL_REWARD_TOKEN"
+    """Environment variable that holds the bearer token."""
+
+
+class Reward(Section):
+    """Scoring and what happens when it fails."""
+
+    providers: list[Provider] = []
+    on_failure: Literal["fail", "drop-group"] = "fail"
+    """`fail` ends the run; `drop-group` leaves the row's group out, by collective decision."""
+    max_dropped_groups: Count = 1
+    """Groups that may be dropped in one step before the run fails all the same."""
+    deadline_s: Positive = 60.0
+    """Seconds from the first request of a step to its last score."""
+    connect_timeout_s: Positive = 5.0
+    """Seconds to establish a connection."""
+    read_timeout_s: Positive = 30.0
+    """Seconds of silence on an open connection."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
+    """Attempts after the first on transport errors, 408, 425, 429 and 5xx, inside the deadline."""
+    max_items_per_request: Count = 16
+    """Images per request; the service's own limit also holds."""
+    encoding: Literal["png", "raw"] = "png"
+    """Image encoding on the wire."""
+
+
+class Optimizer(Section):
+    """AdamW on the adapter."""
+
+    lr: Positive = 3e-4
+    """Learning rate."""
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Moment decays."""
+    eps: Positive = 1e-8
+    """Denominator floor."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    grad_clip: Positive = 1.0
+    """Largest global gradient norm."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up; constant afterwards."""
+
+
+class Checkpoint(Section):
+    """When to save and what to keep."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints; 0: only at the last step."""
+    keep_last: Count = 3
+    """Newest checkpoints that are kept."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Also keep every checkpoint whose step is a multiple; 0: none."""
+
+
+class Logging(Section):
+    """Trackers beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+
+
+class Samples(Section):
+    """Grids of fixed prompts and seeds."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between grids; 0: before the first and after the last step only."""
+    prompts: Annotated[int, Field(ge=0)] = 6
+    """Rows of the grid, taken from the evaluation prompts, else from the training prompts; 0: no grids."""
+    columns: Count = 4
+    """Samples per prompt."""
+
+
+class Eval(Section):
+    """Held-out evaluation from fixed noise; never moves the run's random numbers."""
+
+    prompt_file: str = ""
+    """Held-out prompts, or `embedded`; empty: no evaluation."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: before the first and after the last step only."""
+    samples_per_prompt: Count = 8
+    """Images per held-out prompt."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    """Root of the evaluation's noise."""
+    steps: Count | None = None
+    """Sampler steps; unset: `rl.sample_steps`."""
+    guidance: NonNegative | None = None
+    """Guidance; unset: `rl.guidance`."""
+
+
+class Profile(Section):
+    """A whole run."""
+
+    job: Job = Job()
+    grid: Grid = Grid()
+    rl: Rl = Rl()
+    model: Model = Model()
+    data: Data = Data()
+    reward: Reward = Reward()
+    optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    samples: Samples = Samples()
+    eval: Eval = Eval()
+
+    @property
+    def ranks(self) -> int:
+        """World size: one rank per sample of a group."""
+        return self.rl.group_size

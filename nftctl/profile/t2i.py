@@ -1,0 +1,99 @@
+"""The named text-to-image contracts: what a profile of each name may say.
+
+Owns the table only; preflight compares profiles with it. Group size is not part of a contract.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class LoraScope:
+    """Linear modules of a family, layer numbers as `*`.
+
+    Only the denoiser may be adapted: what the prompt encoder computes is kept, and would go stale without notice.
+    """
+
+    denoiser: tuple[str, ...]
+    prompt_encoder: tuple[str, ...]
+
+    def touches_prompt_encoder(self, target: str) -> bool:
+        """Whether the suffix selects a module of the prompt encoder."""
+        return any(_selects(target, name) for name in self.prompt_encoder)
+
+    def in_denoiser(self, target: str) -> bool:
+        """Whether the suffix selects a module of the denoiser."""
+        return any(_selects(target, name) for name in self.denoiser)
+
+
+def _selects(target: str, name: str) -> bool:
+    target = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", target)
+    return name == target or name.endswith(f".{target}")
+
+
+@dataclass(frozen=True, slots=True)
+class T2iProfile:
+    """One contract. Ranges are inclusive; sides are in pixels."""
+
+    name: str
+    family: str
+    """Model family in the registry."""
+    transformer: str
+    """Class that the base's transformer/config.json must declare, where it declares one."""
+    sides: tuple[int, int, int]
+    """Smallest side, largest side, and what each side must be a multiple of."""
+    lora: LoraScope
+    scheduler: str = "unipc"
+    sample_steps: tuple[int, int] = (1, 100)
+    sampler_shift: tuple[float, float] = (1.0, 20.0)
+    guidance: tuple[float, float] = (0.0, 20.0)
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
+    templates: bool = True
+    """Whether the family's tokenizer can take a system prompt and a resolution sentence."""
+    needs_vae: bool = True
+    """Whether latents have to be decoded by a VAE; without one, latents are pixels."""
+
+
+_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_PROMPT_ATTENTION = ("to_q", "to_k", "to_v", "to_out")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+COSMOS3_LORA = LoraScope(
+    denoiser=(
+        *(f"layers.*.self_attn.{name}" for name in _ATTENTION),
+        *(f"layers.*.mlp_moe_gen.{name}" for name in _MLP),
+        *("proj_in", "proj_out", "time_embedder.linear_1", "time_embedder.linear_2"),
+    ),
+    prompt_encoder=(
+        *(f"layers.*.self_attn.{name}" for name in _PROMPT_ATTENTION),
+        *(f"layers.*.mlp.{name}" for name in _MLP),
+        *("embed_tokens", "lm_head"),
+    ),
+)
+
+
+def _cosmos3(name: str) -> T2iProfile:
+    return T2iProfile(name, "cosmos3", "Cosmos3OmniTransformer", sides=(256, 1024, 16), lora=COSMOS3_LORA)
+
+
+T2I_PROFILES: dict[str, T2iProfile] = {
+    profile.name: profile
+    for profile in (
+        T2iProfile(
+            "tiny_t2i_cpu",
+            "cosmos3",
+            "Cosmos3OmniTransformer",
+            sides=(8, 8, 8),
+            lora=COSMOS3_LORA,
+            dtypes=("float32",),
+            templates=False,
+            needs_vae=False,
+        ),
+        _cosmos3("cosmos3_nft_t2i_public"),
+        _cosmos3("cosmos3_nft_t2i_public_4gpu"),
+    )
+}
+"""Every name that `rl.profile` may have for images."""

@@ -1,0 +1,229 @@
+"""The folder of a run: what lies where, who may write to it, and how a command line names a checkpoint in it.
+
+    runs/<name>/  profile.toml · profile.resolved.json · run.json · metrics.jsonl · samples/ · .lock
+                  checkpoints/step_000100/ · checkpoints/latest · logs/attempt_1/ · logs/latest
+
+Refuses to reuse a folder, to open one that is not a run, and to pass over a newest checkpoint that is not whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.run.canonical import pretty_bytes
+from nftctl.run.checkpoints import list_partials, list_steps, newest_complete
+from nftctl.run.disk import atomic_write, point_link, sync_folder
+from nftctl.run.manifest import verify
+
+__all__ = ["RunDirectory", "atomic_write", "find_checkpoint", "refuse_used"]
+
+_STEP_FOLDER = re.compile(r"step_\d+(\.partial)?")
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """One run on disk. Example: `RunDirectory.open(Path("runs/tiny"))`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run, which is the name of its folder."""
+        return self.path.name
+
+    @property
+    def profile_toml(self) -> Path:
+        """The profile as it was given, byte for byte."""
+        return self.path / "profile.toml"
+
+    @property
+    def resolved_json(self) -> Path:
+        """Every value the run uses, defaults included."""
+        return self.path / "profile.resolved.json"
+
+    @property
+    def run_json(self) -> Path:
+        """Identity, versions and command line."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON row per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Image grids."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Step folders and the `latest` link."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """One folder per attempt and the `latest` link."""
+        return self.path / "logs"
+
+    @classmethod
+    def create(
+        cls, parent: Path, name: str, *, profile_text: str, resolved: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> RunDirectory:
+        """Make the folder of a new run. run.json is written last, so a folder that has one is whole.
+
+        Raises CheckpointUnusable when the folder is in use already or cannot be made.
+        """
+        if name in {"", ".", ".."} or "/" in name or "\0" in name:
+            raise CheckpointUnusable(f"{name!r} cannot be the name of a folder", hint="choose another --name")
+        run = cls(parent / name)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            _claim(run.path)
+            for folder in (run.samples, run.checkpoints, run.logs):
+                folder.mkdir()
+            (run.path / ".lock").touch()
+            atomic_write(run.profile_toml, profile_text.encode())
+            atomic_write(run.resolved_json, pretty_bytes(resolved))
+            atomic_write(run.run_json, pretty_bytes(record))
+            sync_folder(parent)
+        except OSError as error:
+            raise CheckpointUnusable(f"cannot create {run.path}: {error.strerror}") from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Open an existing run. Raises CheckpointUnusable when a part that every run has is missing."""
+        run = cls(path)
+        missing = [f.name for f in (run.run_json, run.resolved_json, run.profile_toml) if not f.is_file()]
+        if missing:
+            raise CheckpointUnusable(f"{path} is not a run folder: no {', no '.join(missing)}")
+        return run
+
+    def read_record(self) -> dict[str, Any]:
+        """The content of run.json. Raises CheckpointUnusable when it is damaged."""
+        return _read_json(self.run_json)
+
+    def read_resolved(self) -> dict[str, Any]:
+        """The content of profile.resolved.json. Raises CheckpointUnusable when it is damaged."""
+        return _read_json(self.resolved_json)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process. Raises CheckpointUnusable at once when a live process holds it."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            message = f"{self.path} is in use by a running nftctl"
+            raise CheckpointUnusable(message, hint="wait for it to end, or stop it with Ctrl-C") from error
+        except OSError as error:
+            raise CheckpointUnusable(f"cannot lock {self.path}: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def new_attempt(self) -> Path:
+        """A fresh folder for the logs of this launch or resume; `logs/latest` points at it."""
+        self.logs.mkdir(exist_ok=True)
+        numbers = [int(m.group(1)) for path in self.logs.iterdir() if (m := _ATTEMPT.fullmatch(path.name))]
+        folder = self.logs / f"attempt_{max(numbers, default=0) + 1}"
+        folder.mkdir()
+        point_link(self.logs / "latest", folder.name)
+        return folder
+
+
+def find_checkpoint(target: str, runs: Path) -> tuple[RunDirectory, Path]:
+    """The run and the checkpoint that `target` names: a step folder, a checkpoints folder, a run folder, or a run's
+    name below `runs`.
+
+    Presence and sizes are checked, not contents. Raises CheckpointUnusable when nothing is there, or when the one that
+    is meant is incomplete; the newest complete one is then named, never taken.
+    """
+    path = _locate(target, runs)
+    if _STEP_FOLDER.fullmatch(path.name):
+        run = RunDirectory.open(path.parent.parent)
+        _refuse_incomplete(run, path, asked_for=True)
+        return run, path
+    run = RunDirectory.open(path.parent if path.name == "checkpoints" else path)
+    complete, cut_off = list_steps(run.checkpoints), list_partials(run.checkpoints)
+    if not complete and not cut_off:
+        raise CheckpointUnusable(f"{run.path} has no checkpoint yet", hint=f"nftctl launch {run.profile_toml}")
+    # A cut-off folder counts as the newest only beyond the last one that was put into place.
+    newest = max(complete[-1:] + cut_off[-1:], key=lambda item: (item[0], not item[1].name.endswith(".partial")))[1]
+    _refuse_incomplete(run, newest, asked_for=False)
+    return run, newest
+
+
+def _locate(target: str, runs: Path) -> Path:
+    given = Path(target).expanduser()
+    for path in (given, runs / target):
+        if path.is_dir():
+            # Resolved, so that `checkpoints/latest` and `.` have the names of what they stand for.
+            return path.resolve() if path.is_symlink() or path.name in {"", ".."} else path
+    if given.exists():
+        raise CheckpointUnusable(f"{target} is a file, not a checkpoint folder")
+    known = sorted(path.parent.name for path in runs.glob("*/run.json"))
+    close = difflib.get_close_matches(target, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"runs below {runs}: {', '.join(known) or 'none'}"
+    raise CheckpointUnusable(f"no checkpoint, run folder or run named {target}", hint=hint)
+
+
+def _refuse_incomplete(run: RunDirectory, path: Path, *, asked_for: bool) -> None:
+    cut_off = path.name.endswith(".partial")
+    problems = ["its writing was cut off"] if cut_off else verify(path, hashes=False)
+    if not problems:
+        return
+    which = "checkpoint" if asked_for else "the newest checkpoint"
+    whole = newest_complete(run.checkpoints)
+    hint = (
+        f"the newest complete one is nftctl resume {whole}" if whole else "no complete checkpoint is left in this run"
+    )
+    raise CheckpointUnusable(f"{which} {path} is incomplete: {'; '.join(problems)}", hint=hint)
+
+
+def refuse_used(path: Path) -> None:
+    """Raise CheckpointUnusable, with three ways out, when a new run cannot have the folder `path`."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if os.path.lexists(path):
+        hint = f"go on with it: nftctl resume {path}; or use another --name; or remove {path}"
+        raise CheckpointUnusable(f"{path} is in use already", hint=hint)
+
+
+def _claim(path: Path) -> None:
+    """Make the folder, or take it over when it is empty. Two processes cannot both succeed."""
+    refuse_used(path)
+    if path.is_dir():
+        path.rmdir()
+    try:
+        path.mkdir()
+    except FileExistsError:
+        refuse_used(path)
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointUnusable(f"cannot read {path}: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
+        raise CheckpointUnusable(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointUnusable(f"{path} is not a JSON object")
+    return document

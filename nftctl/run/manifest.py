@@ -1,0 +1,237 @@
+"""The manifest that makes a folder of tensors a checkpoint, and the proof that nothing in it is missing or changed.
+
+A checkpoint is complete when `manifest.json` is there and true. It is written last, after everything else is on the
+disk, and the folder is renamed into place afterwards. Refuses to read a manifest that is malformed, altered or newer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.run.canonical import digest, pretty_bytes
+from nftctl.run.disk import atomic_write, point_link, sync_folder, sync_tree
+from nftctl.run.hashing import DTYPE_NAMES, hash_file
+from nftctl.run.identity import fingerprint
+from nftctl.run.state import RunState
+from nftctl.run.tensors import compare_tensors
+
+FORMAT = "nftctl-checkpoint/1"
+STATE_FOLDER = "state"
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Manifest:
+    """Everything about a checkpoint that is not a tensor."""
+
+    run_id: str
+    """Random id of the run, given at its birth."""
+    step: int
+    """Rollouts completed."""
+    state: dict[str, int]
+    """`RunState.to_dict()`."""
+    world_size: int
+    """Ranks that wrote it."""
+    identity: dict[str, Any]
+    """Identity document."""
+    identity_hash: str
+    """Its fingerprint."""
+    seed_contract: dict[str, Any]
+    """Seed contract document."""
+    reward: list[dict[str, Any]] = field(default_factory=list)
+    """`{name, revision}` of each provider."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Learning-rate and old-policy schedule at this step."""
+    optimizer_entries: list[str] = field(default_factory=list)
+    """Parameters that have optimizer state."""
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`{dtype, shape}` of each whole tensor. Example: `{"policy.a": {"dtype": "F32", "shape": [16, 64]}}`."""
+    files: list[dict[str, Any]] = field(default_factory=list)
+    """`{name, size, sha256}` of each file; filled by `write_manifest`."""
+    created: str = ""
+    """Time of writing, ISO 8601."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of nftctl, torch and others that wrote it."""
+    metric_tail: list[dict[str, Any]] = field(default_factory=list)
+    """The last metric rows, so that a resumed run joins them without a gap."""
+    format: str = FORMAT
+
+    @property
+    def run_state(self) -> RunState:
+        """The counters. Raises CheckpointUnusable when they are not counts."""
+        return RunState.from_dict(self.state)
+
+
+_TYPES: dict[str, type] = {
+    "run_id": str, "step": int, "state": dict, "world_size": int, "identity": dict, "identity_hash": str,
+    "seed_contract": dict, "reward": list, "schedule": dict, "optimizer_entries": list, "tensors": dict, "files": list,
+    "created": str, "versions": dict, "metric_tail": list, "format": str,
+}  # fmt: skip
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Hash every file of `folder`, force all of it to the disk, then write manifest.json last.
+
+    Dtypes may be given in torch's spelling. Raises CheckpointUnusable when the files are not what `manifest.tensors`
+    announces: a checkpoint that could not be resumed must not look complete.
+    """
+    manifest.tensors = {name: _plain_tensor(entry) for name, entry in manifest.tensors.items()}
+    manifest.files = [
+        {"name": name, "size": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}
+        for name in _listed(folder)
+    ]
+    problems = _tensor_problems(folder, manifest)
+    if problems:
+        raise CheckpointUnusable(f"the checkpoint written to {folder} is not whole: " + "; ".join(problems))
+    sync_tree(folder)
+    document = asdict(manifest)
+    atomic_write(folder / MANIFEST_NAME, pretty_bytes(document | {"digest": digest(document)}))
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Rename a written checkpoint into place and point `latest` at it. `partial` must hold a manifest."""
+    if not (partial / MANIFEST_NAME).is_file():
+        raise CheckpointUnusable(f"{partial} has no {MANIFEST_NAME}: it was not written to the end")
+    replaced = final.with_name(f".replaced-{final.name}")
+    if final.exists():
+        # A run that was resumed from an older checkpoint writes this step a second time.
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    sync_folder(final.parent)
+    point_link(final.parent / "latest", final.name)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check manifest.json. Raises CheckpointUnusable when it is missing, malformed, altered or newer."""
+    path = folder / MANIFEST_NAME
+    document = _read_document(path)
+    found_format = document.get("format")
+    if found_format != FORMAT:
+        raise CheckpointUnusable(f"{path} has format {found_format!r}; this nftctl reads {FORMAT!r}")
+    stated = document.pop("digest", None)
+    for problem in _shape_problems(document):
+        raise CheckpointUnusable(f"{path}: {problem}")
+    if stated != digest(document):
+        raise CheckpointUnusable(f"{path} was altered after it was written (its own digest differs)")
+    manifest = Manifest(**document)
+    manifest.run_state  # noqa: B018 - reading it checks the counters
+    return manifest
+
+
+def verify(folder: Path, *, hashes: bool = True) -> list[str]:
+    """Everything that keeps `folder` from being the checkpoint that was written; empty when it is complete.
+
+    Without `hashes`, contents are not read: presence, sizes and tensor headers only.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointUnusable as error:
+        return [error.message]
+    listed = {entry["name"] for entry in manifest.files}
+    problems = [text for entry in manifest.files if (text := _file_problem(folder, entry, hashes))]
+    problems += [f"{name}: not in the manifest" for name in _listed(folder) if name not in listed]
+    problems += _tensor_problems(folder, manifest)
+    if manifest.identity_hash != fingerprint(manifest.identity):
+        problems.append("manifest.json: identity_hash is not the hash of the identity")
+    return problems
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointUnusable(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+        document = orjson.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointUnusable(f"{path.parent} is not a complete checkpoint: no {path.name}") from error
+    except OSError as error:
+        raise CheckpointUnusable(f"cannot read {path}: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
+        raise CheckpointUnusable(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointUnusable(f"{path} is not a JSON object")
+    return document
+
+
+def _shape_problems(document: Mapping[str, Any]) -> list[str]:
+    """What keeps a document from being a manifest, in the order in which it can be checked."""
+    names = {f.name for f in fields(Manifest)}
+    if set(document) != names:
+        missing, unknown = sorted(names - set(document)), sorted(set(document) - names)
+        return [f"lacks {name}" for name in missing] + [f"has the unknown key {name}" for name in unknown]
+    wrong = [f"{name} is not a {kind.__name__}" for name, kind in _TYPES.items() if type(document[name]) is not kind]
+    if wrong:
+        return wrong
+    wrong = [f"files entry {entry!r} is malformed" for entry in document["files"] if not _is_file_entry(entry)]
+    wrong += [f"tensors entry {n!r} is malformed" for n, e in document["tensors"].items() if not _is_tensor_entry(e)]
+    wrong += [f"reward entry {entry!r} is malformed" for entry in document["reward"] if not isinstance(entry, dict)]
+    if not all(isinstance(entry, str) for entry in document["optimizer_entries"]):
+        wrong.append("optimizer_entries holds something that is not a name")
+    if document["world_size"] < 1 or document["step"] != document["state"].get("step"):
+        wrong.append("world_size or step is impossible")
+    return wrong
+
+
+def _is_file_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or set(entry) != {"name", "size", "sha256"}:
+        return False
+    name, size, sha256 = entry["name"], entry["size"], entry["sha256"]
+    if not isinstance(name, str) or not isinstance(sha256, str) or type(size) is not int:
+        return False
+    parts = name.split("/")
+    # A manifest from elsewhere must not make us read outside its folder.
+    inside = not name.startswith("/") and all(part not in {"", ".", ".."} for part in parts) and "\0" not in name
+    return inside and size >= 0 and len(sha256) == 64
+
+
+def _is_tensor_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape"} or not isinstance(entry["dtype"], str):
+        return False
+    shape = entry["shape"]
+    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _plain_tensor(entry: Mapping[str, Any]) -> dict[str, Any]:
+    dtype = str(entry["dtype"]).removeprefix("torch.")
+    return {"dtype": DTYPE_NAMES.get(dtype, dtype), "shape": [int(size) for size in entry["shape"]]}
+
+
+def _listed(folder: Path) -> list[str]:
+    """Everything below `folder` that is not a folder, but for the manifest, as sorted relative names."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST_NAME)
+
+
+def _file_problem(folder: Path, entry: Mapping[str, Any], hashes: bool) -> str:
+    name, path = entry["name"], folder / entry["name"]
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return f"{name}: not a regular file"
+    if not path.exists():
+        return f"{name}: missing"
+    size = path.stat().st_size
+    if size != entry["size"]:
+        kind = "truncated" if size < entry["size"] else "too long"
+        return f"{name}: {kind} ({size} bytes, {entry['size']} written)"
+    if hashes and hash_file(path) != entry["sha256"]:
+        return f"{name}: altered (sha256 differs)"
+    return ""
+
+
+def _tensor_problems(folder: Path, manifest: Manifest) -> list[str]:
+    names = [entry["name"] for entry in manifest.files if entry["name"].endswith(".safetensors")]
+    paths = [path for name in names if (path := folder / name).is_file() and not path.is_symlink()]
+    problems = compare_tensors(paths, manifest.tensors, root=folder)
+    stateless = [
+        entry for entry in manifest.optimizer_entries
+        if entry not in manifest.tensors and not any(t.startswith(f"optim.{entry}.") for t in manifest.tensors)
+    ]  # fmt: skip
+    return problems + [f"optimizer entry {entry}: no tensor holds it" for entry in stateless]

@@ -1,0 +1,85 @@
+"""The first signal asks, the second ends; real signals to real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nftctl.cli.signals import Stopped, StopSignals
+
+from .program import environment
+
+LOOP = """
+import sys, time
+import nftctl.cli.main as program
+from nftctl.cli.signals import StopSignals
+
+def job(**kwargs):
+    asked = []
+    with StopSignals() as signals:
+        if "armed" in sys.argv:
+            signals.arm(asked.append, lambda: 11)
+        print("ready", flush=True)
+        while not asked or "stubborn" in sys.argv:
+            time.sleep(0.01)
+    print(f"asked {asked[0]}", flush=True)
+    return 128 + asked[0]
+
+program.app = job
+sys.exit(program.main())
+"""
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, *words], cwd=folder, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_and_says_so(tmp_path: Path, signum: int, code: int) -> None:
+    process = start(tmp_path, "armed")
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, f"asked {int(signum)}\n")
+    assert "finishing step 12, then saving; press again to stop now" in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_ends_at_once(tmp_path: Path, signum: int, code: int) -> None:
+    process = start(tmp_path, "armed", "stubborn")
+    process.send_signal(signum)
+    assert process.stderr
+    while "finishing step" not in process.stderr.readline():
+        pass
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "stopped at once" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_before_there_is_anything_to_save_one_signal_is_enough(tmp_path: Path, signum: int, code: int) -> None:
+    process = start(tmp_path)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in err
+
+
+def test_the_former_handlers_come_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals():
+        assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] != before
+    with pytest.raises(Stopped), StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before

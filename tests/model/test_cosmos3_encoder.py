@@ -1,0 +1,160 @@
+"""Prompts: upstream's tokens, one encoding each, and a memory that is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.model.cosmos3 import split
+from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, PromptCache
+from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
+from nftctl.model.registry import load_family
+from nftctl.profile.schema import Model
+
+from .bases import build_tokenizer, build_transformer
+
+PROMPTS = ["a red seven", "", "one sentence. Another one.", '{"subject": "кот", "n": 3}', "ends with dots..."]
+
+
+def letters(prompt: str, negative: bool) -> list[int]:
+    """A stand-in for a tokenizer: one id a letter, and one for the branch."""
+    return [*(ord(c) % 200 for c in prompt), 201 if negative else 202]
+
+
+def encoder(cache_bytes: int = 1 << 30) -> Cosmos3PromptEncoder:
+    return Cosmos3PromptEncoder(split(build_transformer())[0], letters, cache_bytes=cache_bytes)
+
+
+@pytest.mark.parametrize("system_prompt", [True, False])
+@pytest.mark.parametrize("resolution_template", [True, False])
+def test_tokens_are_those_of_the_pipeline(system_prompt: bool, resolution_template: bool) -> None:
+    tokenizer = build_tokenizer()
+    vae = AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    pipeline = Cosmos3OmniPipeline(build_transformer(), tokenizer, vae, None, enable_safety_checker=False)
+    tokens = Cosmos3Tokens(
+        tokenizer, height=48, width=80, system_prompt=system_prompt, resolution_template=resolution_template
+    )
+    for prompt in PROMPTS:
+        want = pipeline.tokenize_prompt(
+            prompt,
+            "blurry",
+            num_frames=1,
+            height=48,
+            width=80,
+            use_system_prompt=system_prompt,
+            add_resolution_template=resolution_template,
+        )
+        assert (tokens(prompt, False), tokens("blurry", True)) == want
+
+
+def test_the_plain_template_is_spelled_out() -> None:
+    tokenizer = build_tokenizer()
+    tokens = Cosmos3Tokens(tokenizer, height=48, width=80, system_prompt=False, resolution_template=False)
+    text = "<|user|>a red seven<|end|><|assistant|><|end|><|vision_start|>"
+    assert tokens("a red seven", False) == tokenizer(text)["input_ids"]
+    stated = Cosmos3Tokens(tokenizer, height=48, width=80, system_prompt=False, resolution_template=True)
+    assert "48x80" in tokenizer.decode(stated("a red seven", False))
+    assert stated("a red seven", False) != stated("a red seven", True)
+
+
+@pytest.mark.parametrize(
+    ("remove", "named"),
+    [("chat", "a chat template"), ("eos", "an end-of-sequence token"), ("vision", "vision_start")],
+)
+def test_a_tokenizer_that_cosmos_cannot_use_is_refused(remove: str, named: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    if remove == "chat":
+        tokenizer.chat_template = None
+    elif remove == "eos":
+        tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    if remove == "vision":
+        file = tmp_path / "tokenizer.json"
+        file.write_text(file.read_text().replace("<|vision_start|>", "<|other|>"))
+    with pytest.raises(CheckpointUnusable, match=named):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_every_unique_prompt_is_encoded_once() -> None:
+    e = encoder()
+    first = e.encode(["a", "bb", "a"])
+    assert e.encoded == 2
+    assert first[0] is first[2]
+    again = e.encode(["bb", "a"])
+    assert e.encoded == 2
+    assert again == [first[1], first[0]]
+    e.encode(["a"], negative=True)
+    assert e.encoded == 3
+    assert [c.rows for c in first] == [1, 1, 1]
+    assert first[1].lengths == (3,)
+
+
+def test_a_prompt_is_the_same_bit_for_bit_whatever_came_with_it() -> None:
+    alone = encoder().encode(["bb"])[0]
+    beside = encoder().encode(["a longer one", "bb"])[1]
+    assert torch.equal(alone.keys, beside.keys)
+    assert torch.equal(alone.values, beside.values)
+
+
+def test_the_memory_is_bounded_and_forgets_the_longest_unused() -> None:
+    one = encoder().encode(["aa"])[0].nbytes
+    e = encoder(cache_bytes=2 * one)
+    e.encode(["aa"])
+    e.encode(["bb"])
+    e.encode(["aa"])
+    e.encode(["cc"])
+    assert e.encoded == 3
+    e.encode(["aa"])
+    assert e.encoded == 3
+    e.encode(["bb"])
+    assert e.encoded == 4
+
+
+def test_a_prompt_larger_than_the_memory_still_works() -> None:
+    e = encoder(cache_bytes=1)
+    assert [c.lengths for c in e.encode(["aa", "bbb"])] == [(3,), (4,)]
+
+
+def test_the_encoder_is_frozen_and_its_output_carries_no_graph() -> None:
+    e = encoder()
+    cache = e.encode(["a"])[0]
+    assert not cache.keys.requires_grad
+    assert not any(p.requires_grad for p in e.tower.parameters())
+
+
+def test_a_batch_pads_to_the_longest_and_keeps_the_order() -> None:
+    caches = encoder().encode(["a", "bbbb", "cc"])
+    joined = PromptCache.batch(caches)
+    assert joined.lengths == (2, 5, 3)
+    assert joined.keys.shape == (3, 3, 2, 5, 12)
+    assert torch.equal(joined.keys[:, 2:, :, :3], caches[2].keys)
+    assert not joined.keys[:, 0, :, 2:].any()
+    nested = PromptCache.batch([joined, caches[0]])
+    assert nested.lengths == (2, 5, 3, 2)
+
+
+@pytest.mark.parametrize("ids", [[], [300], [-1], [3, 5000]], ids=str)
+def test_ids_that_the_embedding_does_not_hold_are_refused(ids: list[int]) -> None:
+    tower, _ = split(build_transformer())
+    with pytest.raises(CheckpointUnusable, match="embeds ids 0 to 299"):
+        tower.run([[1, 2], ids])
+
+
+def test_the_family_encodes_by_the_profile(pixel_base: Path, make_model: Callable[..., Model]) -> None:
+    lengths = []
+    for system_prompt in (True, False):
+        model = make_model(system_prompt=system_prompt, resolution_template=False)
+        family = load_family(model, str(pixel_base), "cosmos3", torch.device("cpu"))
+        lengths.append(family.encoder.encode(["a red seven"])[0].keys.shape[3])  # type: ignore[attr-defined]
+    assert lengths[1] == 1 + len("a red seven") + 4
+    assert lengths[0] > lengths[1]

@@ -1,0 +1,126 @@
+"""Both towers together against diffusers' own transformer, sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Cosmos3OmniTransformer
+
+from nftctl.model.cosmos3 import split
+from nftctl.model.cosmos3_denoiser import patchify, unpatchify
+
+from .bases import build_transformer, stock_velocity
+
+RAGGED = [[5, 9, 250, 3, 77, 8, 1], [4], [299, 0, 13]]
+EQUAL = [[5, 9, 250], [4, 4, 1], [299, 0, 13]]
+SIGMAS = [0.999999, 0.37, 0.001]
+
+
+def relative_errors(stock: Cosmos3OmniTransformer, prompts: list[list[int]], size: tuple[int, int]) -> list[float]:
+    tower, denoiser = split(stock)
+    x = torch.randn(len(prompts), 3, 1, *size, generator=torch.Generator().manual_seed(1))
+    sigma = torch.tensor(SIGMAS[: len(prompts)])
+    with torch.no_grad():
+        ours = denoiser(x, sigma, tower.run(prompts))
+        theirs = [
+            stock_velocity(stock, ids, row[None], float(s) * 1000)
+            for ids, row, s in zip(prompts, x, sigma, strict=True)
+        ]
+    assert ours.dtype == torch.float32
+    assert ours.shape == x.shape
+    return [float((a - b[0]).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("prompts", [RAGGED, EQUAL, RAGGED[:1]], ids=["ragged", "equal", "single"])
+@pytest.mark.parametrize("size", [(8, 8), (4, 10), (5, 7)], ids=str)
+def test_velocity_equals_diffusers(prompts: list[list[int]], size: tuple[int, int]) -> None:
+    assert max(relative_errors(build_transformer(), prompts, size)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True},
+        {"attention_bias": True, "unified_3d_mrope_reset_spatial_ids": False, "timestep_scale": 1.0},
+        {"latent_patch_size": 1, "patch_latent_dim": 3, "num_hidden_layers": 1},
+    ],
+    ids=["nemotron", "bias", "patch1"],
+)
+def test_every_variant_of_the_config_equals_diffusers(changes: dict[str, Any]) -> None:
+    assert max(relative_errors(build_transformer(**changes), RAGGED, (4, 6))) <= 1e-5
+
+
+def test_bfloat16_equals_diffusers_within_its_precision() -> None:
+    stock = build_transformer(dtype=torch.bfloat16)
+    assert stock.time_embedder.linear_1.weight.dtype == torch.float32
+    assert max(relative_errors(stock, RAGGED, (6, 8))) <= 2e-2
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    tower, denoiser = split(build_transformer())
+    x, sigma = torch.randn(3, 3, 1, 4, 4), torch.tensor(SIGMAS)
+    caches = [tower.run([ids]) for ids in RAGGED]
+    with torch.no_grad():
+        together = denoiser(x, sigma, type(caches[0]).batch(caches))
+        alone = torch.cat([denoiser(x[i : i + 1], sigma[i : i + 1], caches[i]) for i in range(3)])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert denoiser.forwards == 6
+
+
+def test_the_mask_exists_only_where_lengths_differ_and_hides_exactly_the_padding() -> None:
+    tower, _ = split(build_transformer())
+    assert tower.run(EQUAL).attention_mask(4) is None
+    mask = tower.run(RAGGED).attention_mask(2)
+    assert mask is not None
+    assert mask[:, 0, 0].int().tolist() == [[1] * 7 + [1, 1], [1] + [0] * 6 + [1, 1], [1] * 3 + [0] * 4 + [1, 1]]
+
+
+def test_gradients_reach_both_towers_and_equal_those_of_diffusers() -> None:
+    stock = build_transformer()
+    tower, denoiser = split(stock)
+    x, weight = torch.randn(1, 3, 1, 4, 6), torch.randn(1, 3, 1, 4, 6)
+    watched = ["embed_tokens.weight", "layers.0.self_attn.to_k.weight", "layers.2.self_attn.add_q_proj.weight"]
+    grads = []
+    for velocity in (
+        denoiser(x, torch.tensor([0.4]), tower.run(RAGGED[:1])),
+        stock_velocity(stock, RAGGED[0], x, 400.0),
+    ):
+        stock.zero_grad()
+        (velocity * weight).sum().backward()
+        grads.append({name: stock.get_parameter(name).grad.clone() for name in watched})
+    for name in watched:
+        assert grads[1][name].abs().max() > 0
+        torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_module_and_parameter_names_are_those_of_diffusers() -> None:
+    stock = build_transformer()
+    tower, denoiser = split(stock)
+    theirs = dict(stock.named_parameters())
+    mine = dict(denoiser.named_parameters())
+    assert mine
+    assert all(theirs[name] is parameter for name, parameter in mine.items())
+    assert not mine.keys() & dict(tower.named_parameters()).keys()
+    assert "layers.2.self_attn.to_q" in denoiser.encoder_modules
+    assert not any(".add_" in name or "moe_gen" in name for name in denoiser.encoder_modules)
+
+
+@pytest.mark.parametrize(("height", "width", "patch"), [(8, 4, 2), (5, 7, 2), (3, 3, 1), (9, 6, 3)])
+def test_unpatchify_inverts_patchify(height: int, width: int, patch: int) -> None:
+    x = torch.randn(2, 3, 1, height, width)
+    tokens = patchify(x, patch)
+    assert tokens.shape == (2, -(-height // patch) * -(-width // patch), patch * patch * 3)
+    assert torch.equal(unpatchify(tokens, patch, x.shape), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "sigma"),
+    [((2, 3, 1, 4, 4), (1,)), ((1, 3, 1, 4, 4), (1,)), ((2, 4, 1, 4, 4), (2,)), ((2, 3, 2, 4, 4), (2,))],
+    ids=["sigma", "rows", "channels", "frames"],
+)
+def test_shapes_that_do_not_belong_together_are_refused(x: tuple[int, ...], sigma: tuple[int, ...]) -> None:
+    tower, denoiser = split(build_transformer())
+    with pytest.raises(ValueError, match=r"x (must be|has)"):
+        denoiser(torch.zeros(x), torch.zeros(sigma), tower.run(EQUAL[:2]))

@@ -1,0 +1,259 @@
+"""Each rule alone: one departure from a valid profile, exactly that one finding, at its place."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nftctl.errors import ProfileRefused
+from nftctl.profile.preflight import RULES, check, refuse_if_wrong
+
+from .conftest import PROVIDER, REMOVED
+
+# code, key, what is changed; several departures may break one rule
+ALONE: list[tuple[str, str, dict[str, object]]] = [
+    ("grid-backend", "grid.backend", {"grid.backend": "slurm"}),
+    ("grid-grouping", "grid.grouping", {"grid.grouping": "per-role"}),
+    ("grid-placement", "grid.gpu_placement", {"grid.gpu_placement": "split"}),
+    ("gpus-per-role", "grid.gpus_per_role", {"grid.gpus_per_role": 4}),
+    ("gpus-per-role", "grid.gpus_per_role", {"grid.gpus_per_role": {"policy": 4}}),
+    ("group-size", "rl.group_size", {"rl.group_size": 1}),
+    ("group-size", "rl.group_size", {"rl.group_size": 0}),
+    ("role-shape", "grid.ranks", {"grid.ranks": 8}),
+    ("role-shape", "grid.ranks", {"grid.ranks": 4, "rl.group_size": 8}),
+    ("role-shape", "grid.num_replicas", {"grid.num_replicas": 2}),
+    ("role-shape", "grid.shapes", {"grid.shapes": {"policy": [1, 4]}}),
+    ("role-shape", "grid.shapes", {"grid.shapes": {"policy": [1, 4], "rollout": [2, 4]}}),
+    ("role-shape", "grid.shapes", {"grid.shapes": {"policy": [1, 4], "rollout": [1, 4], "reward": [1, 4]}}),
+    ("role-shape", "grid.ranks", {"grid.shapes": {"policy": [1, 4], "rollout": [1, 4]}, "grid.ranks": 2}),
+    ("video-not-in-release", "rl.modality", {"rl.modality": REMOVED}),
+    ("video-not-in-release", "rl.modality", {"rl.modality": "video", "rl.profile": "", "model.vae": "base/vae"}),
+    ("rl-profile-missing", "rl.profile", {"rl.profile": REMOVED, "model.vae": "base/vae"}),
+    ("rl-profile-unknown", "rl.profile", {"rl.profile": "cosmos3_t2i", "model.vae": "base/vae"}),
+    ("rl-profile-contradicted", "model.height", {"model.height": 520}),
+    ("rl-profile-contradicted", "model.width", {"model.width": 2048}),
+    ("rl-profile-contradicted", "rl.sample_steps", {"rl.sample_steps": 101}),
+    ("rl-profile-contradicted", "rl.sampler_shift", {"rl.sampler_shift": 0.5}),
+    ("rl-profile-contradicted", "rl.guidance", {"rl.guidance": 30}),
+    ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": ["q_proj_of_another_model"]}),
+    ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": []}),
+    ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "to_q"]}),
+    ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["gate_proj"]}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": REMOVED, "model.vae": "base/vae"}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "nowhere"}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "prompts.txt"}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "base/vae"}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "a\0b"}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "n" * 5000}),
+    ("init-from-hub", "rl.init_from", {"rl.init_from": "nvidia/Cosmos3-Nano@main"}),
+    (
+        "init-from-dcp",
+        "rl.init_from",
+        {"rl.init_from": "dcp", "model.vae": "base/vae", "model.tokenizer": "base/tokenizer"},
+    ),
+    ("init-from-family", "rl.init_from", {"rl.init_from": "other"}),
+    ("vae-missing", "model.vae", {"model.vae": "nowhere"}),
+    ("vae-missing", "model.vae", {"rl.init_from": "bare", "model.tokenizer": "base/tokenizer"}),
+    ("tokenizer-missing", "model.tokenizer", {"rl.init_from": "bare", "model.vae": "base/vae"}),
+    ("tokenizer-missing", "model.tokenizer", {"model.tokenizer": "nowhere"}),
+    ("sampler-type", "rl.scheduler_type", {"rl.scheduler_type": "euler"}),
+    ("moving-old-cadence", "rl.old.update_every", {"rl.old.update_every": REMOVED}),
+    ("moving-old-cadence", "rl.old.update_every", {"rl.old.update_every": 0}),
+    ("moving-old-cadence", "rl.old.update_every", {"rl.old.update_every": 3, "rl.updates_per_rollout": 2}),
+    ("reference-not-frozen", "rl.ref.update_every", {"rl.ref.update_every": 1}),
+    ("advantage-bounds", "rl.advantage_low", {"rl.advantage_low": 0}),
+    ("advantage-bounds", "rl.advantage_high", {"rl.advantage_high": -1}),
+    ("timestep-law", "rl.uniform_timestep", {"rl.timestep_source": "grid", "rl.uniform_timestep": True}),
+    ("timestep-law", "rl.timesteps_per_sample", {"rl.timestep_source": "grid", "rl.timesteps_per_sample": 21}),
+    (
+        "timestep-law",
+        "rl.timesteps_per_sample",
+        # the 20 sigmas at shift 5 are 0.9999..., 0.9896, 0.9783, ...: two of them above 0.985
+        {"rl.timestep_source": "grid", "rl.timesteps_per_sample": 3, "rl.train_t_range": [0.985, 1.0]},
+    ),
+    ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [0.5, 0.5]}),
+    ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [-0.1, 1]}),
+    ("max-steps-missing", "rl.max_steps", {"rl.max_steps": REMOVED}),
+    ("max-steps-missing", "rl.max_steps", {"rl.max_steps": 0}),
+    ("optimizer-betas", "optimizer.betas", {"optimizer.betas": [0.9, 1.0]}),
+    ("guidance-zero", "rl.guidance", {"rl.guidance": 0}),
+    ("guidance-zero", "eval.guidance", {"eval.guidance": 0}),
+    ("sigmoid-tau", "rl.r_tau", {"rl.r_map": "sigmoid"}),
+    ("grid-timeout", "reward.deadline_s", {"reward.deadline_s": 120}),
+    ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": REMOVED}),
+    ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": "nope.txt"}),
+    ("prompt-file-missing", "eval.prompt_file", {"eval.prompt_file": "nope.jsonl"}),
+    ("prompt-file-invalid", "data.prompt_file", {"data.prompt_file": "prompts.csv"}),
+    ("prompt-file-short", "data.rows_per_step", {"data.rows_per_step": 9}),
+    ("job-name", "job.name", {"job.name": "../elsewhere"}),
+]
+ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
+    ("reward-missing", "reward.providers", []),
+    ("reward-url-missing", "reward.providers.0.url", [{**PROVIDER, "url": REMOVED}]),
+    ("reward-url-invalid", "reward.providers.0.url", [{**PROVIDER, "url": "localhost:80"}]),
+    ("reward-url-invalid", "reward.providers.0.url", [{**PROVIDER, "url": "http://user:SENTINEL@host"}]),
+    ("reward-url-invalid", "reward.providers.0.url", [{**PROVIDER, "url": "http://host:99999"}]),
+    ("reward-revision-missing", "reward.providers.0.revision", [{**PROVIDER, "revision": REMOVED}]),
+    (
+        "reward-revision-missing",
+        "reward.providers.1.revision",
+        [PROVIDER, {**PROVIDER, "name": "logged", "weight": 0, "revision": " "}],
+    ),
+    ("reward-scorer-unknown", "reward.providers.0.scorer", [{"name": "a", "kind": "embedded", "scorer": "tiny_digit"}]),
+    ("reward-scorer-unknown", "reward.providers.0.scorer", [{"name": "a", "kind": "embedded"}]),
+    ("reward-weights", "reward.providers.0.weight", [{**PROVIDER, "weight": 0}]),
+    ("reward-names", "reward.providers.1.name", [PROVIDER, PROVIDER]),
+    ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": ""}]),
+    ("reward-clip", "reward.providers.0.clip", [{**PROVIDER, "clip": [1, 1]}]),
+    ("reward-token", "reward.providers.0.token_env", [{**PROVIDER, "token_env": "NFTCTL_OTHER_TOKEN"}]),
+]
+TOGETHER = {"video-profile", "skip-keys-video"}  # never without video-not-in-release: tested below
+
+
+@pytest.fixture
+def bases(place: Path) -> None:
+    """Besides `base`: one without VAE and tokenizer, one of another family, and a distributed checkpoint."""
+    shutil.copytree("base", "bare")
+    shutil.rmtree("bare/vae")
+    shutil.rmtree("bare/tokenizer")
+    shutil.copytree("base", "other")
+    Path("other/transformer/config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
+    Path("dcp").mkdir()
+    Path("dcp/.metadata").write_bytes(b"\x80")
+    Path("prompts.csv").write_text("a\n")
+
+
+def test_the_complete_profile_is_fine(load: Callable) -> None:
+    assert check(load()) == []
+    assert refuse_if_wrong(load()) == []
+
+
+@pytest.mark.usefixtures("bases")
+@pytest.mark.parametrize(("code", "key", "changes"), ALONE)
+def test_rule_alone(load: Callable, code: str, key: str, changes: dict[str, object]) -> None:
+    resolved = load(changes)
+    (finding,) = check(resolved)
+    assert (finding.code, finding.key) == (code, key)
+    if code != "prompt-file-invalid":
+        assert finding.origin == "profile.toml"
+        if changes.get(key, REMOVED) is not REMOVED:
+            assert resolved.text.split("\n")[finding.line - 1].startswith(f"{key} = ")
+            assert finding.column == 1
+
+
+@pytest.mark.parametrize(("code", "key", "providers"), ALONE_IN_PROVIDER)
+def test_rule_alone_in_providers(load: Callable, code: str, key: str, providers: list[dict[str, object]]) -> None:
+    (finding,) = check(load({}, providers))
+    assert (finding.code, finding.key) == (code, key)
+    assert "SENTINEL" not in finding.message + finding.help
+
+
+def test_every_rule_is_tried() -> None:
+    tried = {code for code, _, _ in ALONE} | {code for code, _, _ in ALONE_IN_PROVIDER} | TOGETHER
+    assert tried == {rule.code for rule in RULES}
+    assert len(tried) == len(RULES)
+
+
+def test_every_rule_gives_its_reason_in_one_sentence() -> None:
+    for rule in RULES:
+        assert rule.reason[0].isupper()
+        assert rule.reason.endswith(".")
+        assert "\n" not in rule.reason
+
+
+def test_an_omitted_modality_is_one_error(load: Callable) -> None:
+    (finding,) = check(load({"rl.modality": REMOVED, "rl.init_keys_to_skip_loading": ["x"]}))
+    assert (finding.code, finding.help) == ("video-not-in-release", 'rl.modality = "image"')
+    assert finding.severity == "error"
+
+
+def test_video_that_was_asked_for_is_held_to_its_contract(load: Callable) -> None:
+    found = check(load({"rl.modality": "video", "rl.init_keys_to_skip_loading": ["x"]}))
+    assert {finding.code for finding in found} == {"video-not-in-release", "video-profile", "skip-keys-video"}
+    assert len(found) == 3
+
+
+def test_every_mistake_is_found_at_once_and_sorted(load: Callable) -> None:
+    resolved = load(
+        {"rl.scheduler_type": "euler", "grid.backend": "slurm", "rl.max_steps": REMOVED, "rl.guidance": 0},
+        [{**PROVIDER, "revision": ""}],
+        sets=["grid.ranks=2"],
+        env={"NFTCTL_RL__GROUP_SIZE": "1"},
+    )
+    with pytest.raises(ProfileRefused) as caught:
+        refuse_if_wrong(resolved)
+    found = caught.value.findings
+    assert [(f.code, f.line) for f in found if f.line] == [
+        ("sampler-type", 6),
+        ("grid-backend", 7),
+        ("guidance-zero", 8),
+        ("reward-revision-missing", 12),
+    ]
+    assert [(f.code, f.origin) for f in found if not f.line] == [
+        ("max-steps-missing", "profile.toml"),
+        ("group-size", "env NFTCTL_RL__GROUP_SIZE"),
+        ("role-shape", "--set grid.ranks=2"),
+    ]
+    assert str(caught.value) == "6 errors in the profile"
+
+
+@pytest.mark.parametrize("shift", [5e-324, 1e-300, 1e300])
+def test_absurd_shifts_are_refused_and_divide_nothing_by_zero(load: Callable, shift: float) -> None:
+    (finding,) = check(load({"rl.sampler_shift": shift, "rl.timestep_source": "grid"}))
+    assert finding.key == "rl.sampler_shift"
+
+
+def test_warnings_alone_refuse_nothing(load: Callable) -> None:
+    found = refuse_if_wrong(load({"rl.guidance": 0, "rl.r_map": "sigmoid"}))
+    assert [(f.code, f.severity) for f in found] == [("guidance-zero", "warning"), ("sigmoid-tau", "warning")]
+    assert refuse_if_wrong(load({"rl.r_map": "sigmoid", "rl.r_tau": 2.5})) == []
+
+
+def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable, bases: None) -> None:
+    codes = {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
+    assert codes == {"init-from-dcp", "vae-missing", "tokenizer-missing"}
+    Path("dcp/.metadata").unlink()
+    assert [finding.code for finding in check(load({"rl.init_from": "dcp"}))] == ["init-from-missing"]
+    Path("dcp/model-00001.safetensors").write_bytes(b"")
+    assert "init-from-dcp" in {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
+
+
+def test_the_unknown_contract_lists_the_supported_ones(load: Callable) -> None:
+    (finding,) = check(load({"rl.profile": "tiny_t2i", "model.vae": "base/vae"}))
+    assert finding.help == (
+        "did you mean tiny_t2i_cpu? supported: tiny_t2i_cpu, cosmos3_nft_t2i_public, cosmos3_nft_t2i_public_4gpu"
+    )
+
+
+def test_the_tiny_contract_knows_its_own_limits(load: Callable, place: Path) -> None:
+    tiny = {"rl.profile": "tiny_t2i_cpu", "model.height": 8, "model.width": 16}
+    found = check(load(tiny))
+    assert [(f.code, f.key) for f in found] == [
+        ("rl-profile-contradicted", "model.width"),
+        ("rl-profile-contradicted", "model.dtype"),
+        ("rl-profile-contradicted", "model.system_prompt"),
+        ("rl-profile-contradicted", "model.resolution_template"),
+    ]
+
+
+def test_wrong_lines_of_a_prompt_file_are_shown_where_they_are(load: Callable, place: Path) -> None:
+    rows = [json.dumps({"prompt": f"p{n}"}) for n in range(5)]
+    rows[2] = "a plain sentence"
+    Path("rows.jsonl").write_text("\n".join(rows))
+    (finding,) = check(load({"data.prompt_file": "rows.jsonl"}))
+    assert (finding.code, finding.key) == ("prompt-file-invalid", "data.prompt_file")
+    assert (finding.origin, finding.line) == ("rows.jsonl", 3)
+
+
+def test_explicit_shapes_and_ranks_that_agree_are_fine(load: Callable) -> None:
+    assert check(load({"grid.shapes": {"policy": [1, 4], "rollout": [1, 4]}, "grid.ranks": 4})) == []
+
+
+def test_without_an_old_policy_no_cadence_is_needed(load: Callable) -> None:
+    assert check(load({"rl.old.build_old": False, "rl.old.update_every": REMOVED})) == []
+
+
+def test_weight_zero_beside_another_provider_is_fine(load: Callable) -> None:
+    assert check(load({}, [PROVIDER, {**PROVIDER, "name": "logged", "weight": 0}])) == []
