@@ -78,7 +78,7 @@ class Group:
         bundles = place(ranks, device)
         remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0, max_restarts=0)(Worker)
         group.actors = [
-            remote.options(  # type: ignore[attr-defined]
+            remote.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
             ).remote(rank, logs / f"rank_{rank}.log" if logs else None, profile.job.deterministic)
             for rank in range(ranks)

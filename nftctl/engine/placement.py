@@ -6,6 +6,7 @@ shells out to `ray stop`, which would end every Ray on the host.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Any
@@ -33,7 +34,7 @@ def start_ray(grid: Grid, ranks: int) -> str:
             num_cpus=ranks,
             num_gpus=0 if grid.device == "cpu" else None,
             include_dashboard=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=False,
         )
     return choose_device(grid, ranks, int(ray.cluster_resources().get("GPU", 0)))

@@ -52,7 +52,7 @@ class EvalSample:
     prompt: str
     reward_prompt: str
     metadata: dict[str, Any]
-    key: tuple[object, ...]
+    key: tuple[int | str, ...]
 
 
 class Worker:
@@ -80,7 +80,7 @@ class Worker:
     def host_store(self, world: int, timeout_s: float) -> tuple[str, int]:
         """Rank 0: open the rendezvous store on a port that the system picks, so two runs never meet on one."""
         import ray
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         self._store = TCPStore(
@@ -94,11 +94,19 @@ class Worker:
         import torch.distributed as dist
 
         timeout = timedelta(seconds=timeout_s)
-        store = self._store or dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        store = self._store or dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, world, is_master=False, timeout=timeout
+        )
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        options = {"device_id": self.device} if device == "cuda" else {}
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=timeout, **options)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=self.device if device == "cuda" else None,
+        )
         # Scalars and reward tables travel on the CPU; the checkpoint has a group of its own, because saving in the
         # background on a group that training also uses deadlocks.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
@@ -276,10 +284,9 @@ class Worker:
 
     def close(self) -> None:
         """Let go of connections; the process group goes with the process."""
-        roles = getattr(self, "roles", None)
-        if roles is not None:
-            roles.reward.close()
-            self.roles = None
+        if hasattr(self, "roles"):
+            self.roles.reward.close()
+            del self.roles
 
 
 def _redirect_output(path: Path) -> None:

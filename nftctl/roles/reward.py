@@ -20,7 +20,7 @@ import numpy as np
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Provider, Reward
 from nftctl.reward.client import RewardClient
-from nftctl.reward.protocol import Item, Score
+from nftctl.reward.protocol import Item, RevisionDiffers, Score
 from nftctl.roles.trajectory import Trajectory
 
 
@@ -141,7 +141,8 @@ class RewardRole:
         failure = (
             error if isinstance(error, RewardFailed) else RewardFailed(f"{pending.provider.name}: no reply in time")
         )
-        if self._reward.on_failure == "fail":
+        # Another revision is another reward: that is never a lost group.
+        if self._reward.on_failure == "fail" or isinstance(failure, RevisionDiffers):
             for other in self._pending:
                 other.scores.cancel()
             raise failure

@@ -55,7 +55,7 @@ class RolloutRole:
             for i, row in enumerate(rows)
         ]
 
-    def noise(self, *key: object) -> torch.Tensor:
+    def noise(self, *key: int | str) -> torch.Tensor:
         """Initial latent [C, T, H, W] of a key, on the CPU; independent of device, placement and call order."""
         return draws.normal(self._family.latent_shape, *key)
 
@@ -77,7 +77,7 @@ class RolloutRole:
         return x0, family.decoder.decode(x0).cpu()
 
     def sample_fixed(
-        self, prompts: Sequence[str], keys: Sequence[tuple[object, ...]], how: Sampling, weights: Weights
+        self, prompts: Sequence[str], keys: Sequence[tuple[int | str, ...]], how: Sampling, weights: Weights
     ) -> Iterator[torch.Tensor]:
         """Images [T, H, W, 3] of fixed (prompt, noise key) pairs: evaluation and sample grids."""
         size = max(self._micro_batch or 0, 16)

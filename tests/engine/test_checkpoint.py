@@ -400,6 +400,7 @@ def test_two_rank_files_load_in_one_process(two_rank_save: Path) -> None:
     assert_bitwise(load(two_rank_save, like(state)), state)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_missing_shard_passes_the_reader_and_is_refused_here(two_rank_save: Path, tmp_path: Path, lost: int) -> None:
     kept = two_rank_save / f"shard-0000{3 - lost}-model-00001-of-00001.safetensors"

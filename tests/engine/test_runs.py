@@ -73,7 +73,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert ray_processes() <= before
-    yield folder, json.loads(out)
+    return folder, json.loads(out)
 
 
 @pytest.fixture
@@ -84,10 +84,11 @@ def copy(first: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
 
 
 def test_a_run_leaves_one_tidy_folder(first: tuple[Path, dict[str, Any]]) -> None:
-    folder, summary = first
+    folder, document = first
+    summary = document["summary"]
     run = folder / "runs" / "first"
-    assert summary["ok"] is True
-    assert summary["exit_code"] == 0
+    assert document["ok"] is True
+    assert document["exit_code"] == 0
     assert summary["steps"] == {"from": 0, "to": 3, "total": 3}
     assert {p.name for p in run.iterdir()} >= {
         "profile.toml", "profile.resolved.json", "run.json", "metrics.jsonl", "evaluations.jsonl", "samples",
@@ -113,7 +114,7 @@ def test_event_files_are_read_by_tensorboard(first: tuple[Path, dict[str, Any]])
 def test_the_service_saw_every_image_once(cli: Cli) -> None:
     result = cli("launch", "--steps", "2", "--name", "count", *QUIET, "--json")
     assert result.returncode == 0, result.stderr
-    last = json.loads(result.stdout)["train"]["last"]
+    last = json.loads(result.stdout)["summary"]["train"]["last"]
     # 2 steps x 2 rows x 2 ranks, one request per rank and step.
     assert last["system/reward_images"] == 8
     assert last["system/reward_requests"] == 4
@@ -123,7 +124,7 @@ def test_the_service_saw_every_image_once(cli: Cli) -> None:
 def test_resume_goes_on_and_inspect_reads_the_result(copy: Path, cli: Cli) -> None:
     result = cli("resume", "first", "--steps", "4", "--json")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steps"] == {"from": 3, "to": 4, "total": 4}
+    assert json.loads(result.stdout)["summary"]["steps"] == {"from": 3, "to": 4, "total": 4}
     assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").open()] == [1, 2, 3, 4]
     shown = cli("inspect-checkpoint", str(copy), "--verify", "--json")
     assert shown.returncode == 0, shown.stderr
@@ -168,7 +169,9 @@ def test_a_changed_run_is_refused_before_anything_starts(
 
 def test_launch_refuses_by_preflight_without_a_folder(cli: Cli, tmp_path: Path) -> None:
     processes = ray_processes()
-    result = cli("launch", "--steps", "2", "--set", "grid.backend=torchrun", "--set", "rl.ref.update_every=1", timeout=60)
+    result = cli(
+        "launch", "--steps", "2", "--set", "grid.backend=torchrun", "--set", "rl.ref.update_every=1", timeout=60
+    )
     assert result.returncode == 3
     assert "grid-backend" in result.stderr
     assert "reference-not-frozen" in result.stderr
@@ -220,7 +223,9 @@ def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Pat
         'extends = "tiny_t2i_cpu"\n[reward]\nretries = 1\ndeadline_s = 5.0\n'
         f'[[reward.providers]]\nname = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "r1"\n'
     )
-    process = start(tmp_path, "launch", str(profile), "--steps", "500", "--name", "cut", *QUIET, "--set", "checkpoint.every=1")
+    process = start(
+        tmp_path, "launch", str(profile), "--steps", "500", "--name", "cut", *QUIET, "--set", "checkpoint.every=1"
+    )
     run = tmp_path / "runs" / "cut"
     wait_for(run / "metrics.jsonl", r'"step":2,')
     service.kill()

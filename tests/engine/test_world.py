@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from tests.engine.one_process import OneProcess
 
 from nftctl.engine.loop import run_job
 from nftctl.engine.plan import plan_launch, plan_resume
 from nftctl.errors import ResumeRefused
 from nftctl.run.directory import find_checkpoint
+from tests.engine.one_process import OneProcess
 
 pytestmark = pytest.mark.ray
 
