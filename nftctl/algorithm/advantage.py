@@ -70,17 +70,20 @@ def optimality(clamped: Tensor, r_map: Literal["linear", "sigmoid"], *, tau: flo
 def statistics(
     rewards: Tensor, kept: Tensor, advantage: Tensor, r: Tensor, *, low: float, high: float
 ) -> dict[str, float]:
-    """The step's reward-side metrics over kept samples, equal weight each.
+    """The step's reward-side metrics over kept samples, equal weight each, by their names in a metrics row.
 
-    `advantage` is unclamped; its mean is taken after the clamp, and `clamped_share` counts those outside the bounds.
+    `advantage` is unclamped; its mean is taken after the clamp, and the clamped shares count those outside the bounds.
     """
     scored, raw = _scored(rewards, kept), advantage[kept]
     return {
-        "reward_mean": scored.mean().item(),
-        "reward_std": scored.std(dim=1, correction=0).mean().item(),
-        "advantage_mean": clamp(raw, low, high).mean().item(),
-        "optimality_mean": r[kept].mean().item(),
-        "optimality_second_moment": r[kept].square().mean().item(),
-        "clamped_share": ((raw < low) | (raw > high)).to(torch.float64).mean().item(),
-        "zero_spread_groups": float(zero_spread(scored).sum().item()),
+        "train/reward_mean": scored.mean().item(),
+        "train/advantage_mean": clamp(raw, low, high).mean().item(),
+        "train/advantage_clamped_low": (raw < low).to(torch.float64).mean().item(),
+        "train/advantage_clamped_high": (raw > high).to(torch.float64).mean().item(),
+        "train/optimality_mean": r[kept].mean().item(),
+        "train/optimality_second_moment": r[kept].square().mean().item(),
+        "reward/std": scored.std(correction=0).item(),
+        "reward/group_std": scored.std(dim=1, correction=0).mean().item(),
+        "reward/zero_spread_groups": float(zero_spread(scored).sum().item()),
+        "reward/dropped_groups": float((~kept).sum().item()),
     }

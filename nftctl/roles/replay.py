@@ -47,13 +47,13 @@ class ReplayRole:
         raw = advantage.advantages(rewards, kept, self._rl.advantage_std)
         clamped = advantage.clamp(raw, self._rl.advantage_low, self._rl.advantage_high)
         optimality = advantage.optimality(clamped, self._rl.r_map, tau=self._rl.r_tau, high=self._rl.advantage_high)
-        flat = advantage.zero_spread(rewards) & kept
         rank = dist.get_rank(self._group)
         for i, t in enumerate(trajectories):
-            t.advantage, t.optimality = float(clamped[i, rank]), float(optimality[i, rank])
-            t.zero_spread = bool(flat[i])
+            t.advantage, t.optimality = clamped[i, rank].item(), optimality[i, rank].item()
         mine = [t for t, keep in zip(trajectories, kept.tolist(), strict=True) if keep]
-        return Commit(mine, self._metrics(table, kept, raw, clamped, optimality, flat))
+        low, high = self._rl.advantage_low, self._rl.advantage_high
+        metrics = advantage.statistics(rewards, kept, raw, optimality, low=low, high=high)
+        return Commit(mine, metrics | self._components(table, kept))
 
     def _gather(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         """float64 [rows, ranks, 1 + components]; NaN where nothing was scored."""
@@ -75,32 +75,12 @@ class ReplayRole:
             cause = next((t.failure for t in trajectories if t.failure), "scored on this rank, failed on another")
             raise RewardFailed(f"{dropped} groups lost their scores (rows {rows}), {allowed} may be dropped: {cause}")
 
-    def _metrics(
-        self,
-        table: torch.Tensor,
-        kept: torch.Tensor,
-        raw: torch.Tensor,
-        clamped: torch.Tensor,
-        optimality: torch.Tensor,
-        flat: torch.Tensor,
-    ) -> dict[str, float]:
-        rewards = table[kept][:, :, 0]
-        low, high = self._rl.advantage_low, self._rl.advantage_high
-        row = {
-            "train/reward_mean": float(rewards.mean()),
-            "train/advantage_mean": float(clamped[kept].mean()),
-            "train/optimality_mean": float(optimality[kept].mean()),
-            "train/optimality_second_moment": float((optimality[kept] ** 2).mean()),
-            "reward/std": float(rewards.std(correction=0)),
-            "reward/group_std": float(rewards.std(dim=1, correction=0).mean()),
-            "reward/zero_spread_groups": float(flat.sum()),
-            "reward/dropped_groups": float((~kept).sum()),
-            "train/advantage_clamped_low": float((raw[kept] < low).double().mean()),
-            "train/advantage_clamped_high": float((raw[kept] > high).double().mean()),
-        }
+    def _components(self, table: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
+        """Mean of each provider's raw score and components over the kept samples that have it."""
+        row = {}
         for i, name in enumerate(self._names, start=1):
             values = table[kept][:, :, i]
             values = values[torch.isfinite(values)]
             if values.numel():
-                row[f"reward/{name}"] = float(values.mean())
+                row[f"reward/{name}"] = values.mean().item()
         return row

@@ -47,17 +47,13 @@ class RolloutRole:
     def _micro(self, rows: Sequence[SourceRow], optimizer_steps: int) -> list[Trajectory]:
         clock = self._rl.rollout_seed_clock
         ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
-        noise = torch.stack([self.noise(self._rl.seed, "rollout", tick, self._rank) for tick in ticks])
+        noise = draws.rollout_noise(self._family.latent_shape, seed=self._rl.seed, ticks=ticks, rank=self._rank)
         conditions = self._family.encoder.encode([row.prompt.text for row in rows])
         x0, images = self.denoise(conditions, noise, self._sampling, self.weights)
         return [
             Trajectory(row=row, tick=ticks[i], x0=x0[i], conditioning=conditions[i], image=images[i])
             for i, row in enumerate(rows)
         ]
-
-    def noise(self, *key: int | str) -> torch.Tensor:
-        """Initial latent [C, T, H, W] of a key, on the CPU; independent of device, placement and call order."""
-        return draws.normal(self._family.latent_shape, *key)
 
     @torch.no_grad()
     def denoise(
@@ -83,5 +79,5 @@ class RolloutRole:
         size = max(self._micro_batch or 0, 16)
         for start in range(0, len(prompts), size):
             conditions = self._family.encoder.encode(list(prompts[start : start + size]))
-            noise = torch.stack([self.noise(*key) for key in keys[start : start + size]])
+            noise = torch.stack([draws.normal(self._family.latent_shape, *key) for key in keys[start : start + size]])
             yield from self.denoise(conditions, noise, how, weights)[1]

@@ -61,4 +61,3 @@ class Trajectory:
     failure: str = ""
     advantage: float = 0.0
     optimality: float = 0.5
-    zero_spread: bool = False

@@ -138,9 +138,10 @@ def test_statistics_are_means_over_the_kept_samples() -> None:
     r = optimality(clamp(a, -0.5, 0.5), "linear", tau=0.5, high=0.5)
     assert statistics(rewards, kept, a, r, low=-0.5, high=0.5) == pytest.approx(
         {
-            "reward_mean": 3.75, "reward_std": 0.25, "advantage_mean": 0.0, "optimality_mean": 0.5,
-            "optimality_second_moment": (2 * 1.0 + 2 * 0.0 + 4 * 0.25) / 8, "clamped_share": 0.5,
-            "zero_spread_groups": 1.0,
+            "train/reward_mean": 3.75, "reward/group_std": 0.25, "reward/std": (2 * (7 - 3.75) ** 2 / 4
+            + (3.75**2 + 2.75**2) / 4) ** 0.5, "train/advantage_mean": 0.0, "train/optimality_mean": 0.5,
+            "train/optimality_second_moment": (2 * 1.0 + 2 * 0.0 + 4 * 0.25) / 8, "train/advantage_clamped_low": 0.25,
+            "train/advantage_clamped_high": 0.25, "reward/zero_spread_groups": 1.0, "reward/dropped_groups": 1.0,
         }
     )  # fmt: skip
 
@@ -150,5 +151,6 @@ def test_advantage_mean_is_taken_after_the_clamp() -> None:
     a = advantages(rewards, whole(rewards))
     r = optimality(clamp(a, -5, 0.5), "linear", tau=0.5, high=0.5)
     stats = statistics(rewards, whole(rewards), a, r, low=-5.0, high=0.5)
-    assert stats["advantage_mean"] == pytest.approx((0.5 - 3 * 0.57722) / 4, abs=1e-4)
-    assert stats["clamped_share"] == 0.25
+    assert stats["train/advantage_mean"] == pytest.approx((0.5 - 3 * 0.57722) / 4, abs=1e-4)
+    assert stats["train/advantage_clamped_low"] == 0.0
+    assert stats["train/advantage_clamped_high"] == 0.25

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
 import pytest
 from typer.main import get_command
 
@@ -125,12 +124,12 @@ def test_nothing_is_accepted_after_a_double_dash(tmp_path: Path, arguments: tupl
     ],
 )
 def test_usage_errors_say_what_to_try(tmp_path: Path, arguments: tuple[str, ...], message: str, way: str) -> None:
-    answer = nftctl(*arguments, cwd=tmp_path)
+    answer = nftctl(*arguments, "--json", cwd=tmp_path)
     assert answer.returncode == 2
     assert answer.stderr.startswith("error: ")
     assert message in answer.stderr
     assert way in answer.stderr
-    document = the_object(nftctl(*arguments, "--json", cwd=tmp_path))
+    document = the_object(answer)
     assert message in document["error"]["message"]
     assert list(tmp_path.iterdir()) == []
 

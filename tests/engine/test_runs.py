@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,6 @@ def test_event_files_are_read_by_tensorboard(first: tuple[Path, dict[str, Any]])
     assert [e.step for e in events.Images("samples")] == [0, 3]
 
 
-def test_the_service_saw_every_image_once(cli: Cli) -> None:
-    result = cli("launch", "--steps", "2", "--name", "count", *QUIET, "--json")
-    assert result.returncode == 0, result.stderr
-    last = json.loads(result.stdout)["summary"]["train"]["last"]
-    # 2 steps x 2 rows x 2 ranks, one request per rank and step.
-    assert last["system/reward_images"] == 8
-    assert last["system/reward_requests"] == 4
-    assert last["system/reward_retries"] == 0
-
-
 def test_resume_goes_on_and_inspect_reads_the_result(copy: Path, cli: Cli) -> None:
     result = cli("resume", "first", "--steps", "4", "--json")
     assert result.returncode == 0, result.stderr
@@ -128,7 +119,7 @@ def test_resume_goes_on_and_inspect_reads_the_result(copy: Path, cli: Cli) -> No
     assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").open()] == [1, 2, 3, 4]
     shown = cli("inspect-checkpoint", str(copy), "--verify", "--json")
     assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["step"] == 4
+    assert json.loads(shown.stdout)["checkpoint"]["step"] == 4
     assert {p.name for p in (copy / "logs").iterdir()} == {"attempt_1", "attempt_2", "latest"}
 
 
@@ -216,6 +207,33 @@ def serve(folder: Path) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().removeprefix("listening on ").strip()
 
 
+def http_profile(folder: Path, url: str, revision: str = "r1") -> str:
+    path = folder / "http.toml"
+    path.write_text(
+        'extends = "tiny_t2i_cpu"\n[reward]\nretries = 1\ndeadline_s = 5.0\n'
+        f'[[reward.providers]]\nname = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "{revision}"\n'
+    )
+    return str(path)
+
+
+def test_the_service_saw_every_image_once(tmp_path: Path, cli: Cli) -> None:
+    service, url = serve(tmp_path)
+    try:
+        result = cli("launch", http_profile(tmp_path, url), "--steps", "2", "--name", "count", *QUIET, "--json")
+        with urllib.request.urlopen(f"{url}/healthz", timeout=5) as reply:
+            counts = json.load(reply)
+    finally:
+        service.terminate()
+        service.communicate()
+    assert result.returncode == 0, result.stderr
+    # 2 steps x 2 rows x 2 ranks, one request per rank and step.
+    assert counts["images"] == 8
+    assert counts["requests"] == 4
+    last = json.loads(result.stdout)["summary"]["train"]["last"]
+    assert last["system/reward_images"] == 8
+    assert last["system/reward_retries"] == 0
+
+
 def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Path) -> None:
     service, url = serve(tmp_path)
     profile = tmp_path / "http.toml"
@@ -224,7 +242,7 @@ def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Pat
         f'[[reward.providers]]\nname = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "r1"\n'
     )
     process = start(
-        tmp_path, "launch", str(profile), "--steps", "500", "--name", "cut", *QUIET, "--set", "checkpoint.every=1"
+        tmp_path, "launch", profile, "--steps", "500", "--name", "cut", *QUIET, "--set", "checkpoint.every=1"
     )
     run = tmp_path / "runs" / "cut"
     wait_for(run / "metrics.jsonl", r'"step":2,')
@@ -241,12 +259,7 @@ def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Pat
 def test_a_wrong_revision_is_found_before_anything_is_created(tmp_path: Path, cli: Cli) -> None:
     service, url = serve(tmp_path)
     try:
-        profile = tmp_path / "http.toml"
-        profile.write_text(
-            'extends = "tiny_t2i_cpu"\n[[reward.providers]]\n'
-            f'name = "digits"\nkind = "http"\nurl = "{url}"\nrevision = "r2"\n'
-        )
-        result = cli("launch", str(profile), "--steps", "2", timeout=60)
+        result = cli("launch", http_profile(tmp_path, url, "r2"), "--steps", "2", timeout=60)
     finally:
         service.terminate()
         service.communicate()

@@ -143,20 +143,20 @@ def test_seed_clock_table(launch: Launch, world4: Any, clock: str, ticks: list[l
     from nftctl.algorithm import draws
 
     def watch(worker: Any) -> None:
-        role, worker.noises = worker.roles.rollout, []
-        original = role.noise
+        worker.noises, original = [], draws.normal
 
-        def noise(*key: object) -> torch.Tensor:
-            value = original(*key)
+        def normal(shape: tuple[int, ...], *key: Any) -> torch.Tensor:
+            value = original(shape, *key)
             worker.noises.append((key, value.numpy().tobytes()))
             return value
 
-        role.noise = noise
+        draws.normal = normal
+        worker.unwatch = lambda: setattr(draws, "normal", original)
 
     launch(1, f'rl.rollout_seed_clock="{clock}"')
     world4.call("apply", watch)
     seen = [world4.call("apply", lambda w, s=step: [t[1] for t in rollout(w, s)]) for step in (0, 1)]
-    noises = world4.call("apply", lambda w: w.noises)
+    noises = world4.call("apply", lambda w: w.unwatch() or w.noises)
     assert [ranks[0] for ranks in seen] == ticks
     assert {key for rank in noises for key, _ in rank} == {
         (0, "rollout", tick, rank) for step in ticks for tick in step for rank in range(4)

@@ -1,0 +1,184 @@
+"""`launch` and `resume` up to the engine: what is refused, in which order, and that a refusal touches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nftctl.cli.job import closing_words
+from nftctl.engine.plan import plan_launch
+from nftctl.profile.load import bundled_profiles, load_profile
+from nftctl.run.checkpoints import partial_folder, step_name
+from nftctl.run.directory import RunDirectory
+from nftctl.run.manifest import Manifest, commit, write_manifest
+from nftctl.run.state import RunState
+from tests.run.make import safetensors_bytes, snapshot
+
+from .program import nftctl, the_object
+
+
+def make_resumable(folder: Path, name: str = "first", total: int = 4, step: int = 2) -> RunDirectory:
+    """A run of the tiny profile with the checkpoint of `step`, as the engine would have left it."""
+    flags = {"rl.max_steps": total, "job.name": name, "job.run_dir": str(folder)}
+    plan = plan_launch(load_profile(bundled_profiles()["tiny_t2i_cpu"], flags=flags, env={}), argv=["nftctl"])
+    run = RunDirectory.create(
+        folder, name, profile_text=plan.profile_text, resolved=plan.profile.model_dump(), record=plan.record()
+    )
+    partial = partial_folder(run.checkpoints, step)
+    (partial / "state").mkdir()
+    (partial / "state/shard-00001.safetensors").write_bytes(safetensors_bytes({"policy.a": ("F32", [1], bytes(4))}))
+    manifest = Manifest(
+        run_id=plan.run_id, step=step, state=RunState(step=step, optimizer_steps=step, cursor=4 * step).to_dict(),
+        world_size=plan.profile.ranks, identity=plan.identity, identity_hash=plan.identity_hash,
+        seed_contract=plan.seed_contract, tensors={"policy.a": {"dtype": "F32", "shape": [1]}},
+    )  # fmt: skip
+    write_manifest(partial, manifest)
+    commit(partial, run.checkpoints / step_name(step))
+    return run
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    arguments = ("launch", "--steps", "7", "--name", "trial", "--run-dir", "out", "--dry-run")
+    plan = the_object(nftctl(*arguments, "--json", cwd=tmp_path))["plan"]
+    assert plan["steps"] == {"from": 0, "to": 7}
+    assert (plan["run"], plan["ranks"]) == ("out/trial", 4)
+    answer = nftctl(*arguments, cwd=tmp_path)
+    assert answer.returncode == 0
+    assert "nothing was started or written" in answer.stderr
+    assert "out/trial" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_profile_starts_and_writes_nothing(tmp_path: Path) -> None:
+    answer = nftctl("launch", "--set", "grid.backend=slurm", "--set", "rl.ref.update_every=1", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (3, "")
+    assert answer.stderr.count(": error[") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_used_run_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "runs")
+    before = snapshot(tmp_path)
+    for more in ((), ("--dry-run",)):
+        answer = nftctl("launch", "--name", "first", *more, cwd=tmp_path)
+        assert answer.returncode == 5
+        assert "runs/first is in use already" in answer.stderr
+        assert "nftctl resume runs/first" in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_resuming_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "runs", total=2, step=2)
+    before = snapshot(tmp_path)
+    answer = nftctl("resume", "first", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout.strip().endswith("runs/first")) == (0, True)
+    assert "nothing to do: 2 steps are done and the total is 2" in answer.stderr
+    assert "--steps 4" in answer.stderr
+    document = the_object(nftctl("resume", "first", "--steps", "1", "--json", cwd=tmp_path))
+    assert document["nothing_to_do"] is True
+    assert document["steps"] == {"from": 2, "to": 2, "total": 1}
+    assert snapshot(tmp_path) == before
+
+
+def test_a_dry_resume_shows_from_where_to_where(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "runs")
+    before = snapshot(tmp_path)
+    plan = the_object(nftctl("resume", "first", "--steps", "9", "--dry-run", "--json", cwd=tmp_path))["plan"]
+    assert plan["steps"] == {"from": 2, "to": 9}
+    assert plan["resume_from"].endswith("step_000002")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("sets", "keys"),
+    [
+        (("rl.seed=9", "rl.beta=2.0"), ["rl.seed", "rl.beta"]),
+        (("optimizer.lr=0.5",), ["optimizer.lr"]),
+        (("data.rows_per_step=2",), ["data.rows_per_step"]),
+    ],
+)
+def test_a_changed_identity_is_a_table(tmp_path: Path, sets: tuple[str, ...], keys: list[str]) -> None:
+    make_resumable(tmp_path / "runs")
+    before = snapshot(tmp_path)
+    arguments = [part for text in sets for part in ("--set", text)]
+    answer = nftctl("resume", "first", *arguments, "--json", cwd=tmp_path)
+    assert answer.returncode == 6
+    lines = [line.split() for line in answer.stderr.splitlines()]
+    assert ["key", "was", "now", "why"] in lines
+    assert [line[0] for line in lines if line and line[0] in keys] == keys
+    document = the_object(answer)
+    assert [d["key"] for d in document["error"]["differences"]] == keys
+    assert snapshot(tmp_path) == before
+
+
+def test_what_is_outside_the_identity_may_change(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "runs")
+    arguments = ("--set", "checkpoint.every=1", "--set", "reward.retries=0", "--set", "logging.tensorboard=false")
+    assert nftctl("resume", "first", *arguments, "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_the_profile_comes_from_the_run_and_not_from_the_working_folder(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "runs")
+    (tmp_path / "profile.toml").write_text("this is not TOML")
+    answer = nftctl("resume", "first", "--dry-run", cwd=tmp_path, env={"NFTCTL_PROFILE": "nowhere.toml"})
+    assert answer.returncode == 0
+
+
+def test_damage_comes_before_a_changed_identity(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path / "runs")
+    shard = run.checkpoints / "step_000002/state/shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    before = snapshot(tmp_path)
+    answer = nftctl("resume", "first", "--set", "rl.seed=9", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "shard-00001.safetensors: altered" in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_a_live_run_is_not_resumed(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path / "runs")
+    with run.lock():
+        answer = nftctl("resume", "first", "--set", "rl.seed=9", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "in use by a running nftctl" in answer.stderr
+
+
+def test_another_folder_of_runs_is_found_through_the_environment(tmp_path: Path) -> None:
+    make_resumable(tmp_path / "elsewhere")
+    assert nftctl("resume", "first", "--dry-run", cwd=tmp_path).returncode == 5
+    env = {"NFTCTL_JOB__RUN_DIR": "elsewhere"}
+    assert nftctl("resume", "first", "--dry-run", cwd=tmp_path, env=env).returncode == 0
+
+
+SUMMARY: dict[str, Any] = {
+    "run": "runs/first",
+    "steps": {"from": 0, "to": 150, "total": 150},
+    "stopped": None,
+    "checkpoint": "runs/first/checkpoints/step_000150",
+    "samples": "runs/first/samples/before_after.png",
+    "eval": {
+        "before": {"step": 0, "eval/reward": 0.5531, "eval/samples": 96, "eval/digits/judge": 0.548},
+        "after": {"step": 150, "eval/reward": 0.8642, "eval/samples": 96, "eval/digits/judge": 0.839},
+    },
+    "train": {"first": {"train/reward_mean": 0.5}, "last": {"train/reward_mean": 0.9}},
+}
+
+
+def test_closing_words_say_what_was_won_and_what_to_type_next() -> None:
+    words = "\n".join(closing_words(SUMMARY))
+    assert "held-out reward  0.553 -> 0.864 (96 images, step 0 -> 150)" in words
+    assert "judge            0.548 -> 0.839" in words
+    assert "runs/first/samples/before_after.png" in words
+    for command in ("nftctl resume runs/first --steps 300", "nftctl inspect-checkpoint runs/first", "tensorboard"):
+        assert command in words
+    assert "stopped" not in words
+
+
+def test_closing_words_of_a_stopped_run() -> None:
+    stopped = SUMMARY | {"stopped": "SIGINT", "steps": {"from": 0, "to": 12, "total": 150}, "eval": None}
+    words = "\n".join(closing_words(stopped))
+    assert "by SIGINT after step 12 of 150" in words
+    assert "nftctl resume runs/first --steps 150" in words
+    assert "training reward  0.500 -> 0.900" in words
