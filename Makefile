@@ -31,7 +31,6 @@ soak: $(VENV)/.dev  ## Long campaigns: kills, faults, storage, three seeds of le
 
 check: $(VENV)/.dev lint types  ## Everything but the tests
 	$(BIN)/lint-imports
-	$(BIN)/python -m nftctl.cli.completions --check completions
 	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 lint: $(VENV)/.dev  ## Format and lint, changing nothing
@@ -46,7 +45,7 @@ types: $(VENV)/.dev  ## Check types
 	$(BIN)/mypy
 
 completions: $(VENV)/.dev  ## Write the shell completions anew
-	$(BIN)/python -m nftctl.cli.completions --write completions
+	$(BIN)/python -m nftctl.cli.completion completions
 
 base: $(VENV)/.dev  ## Pretrain the embedded base and its scorer anew (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m nftctl.model.tiny.recipe
