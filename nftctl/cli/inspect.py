@@ -30,7 +30,7 @@ def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
         manifest = read_manifest(folder)
     except CheckpointUnusable as error:
         raise CheckpointUnusable(error.message, hint=error.hint or _other_checkpoints(folder)) from error
-    facts = _facts(folder, manifest, hashes=hashes)
+    facts = _facts(folder, manifest, hashes=hashes and not problems)
     for line in _lines(facts, manifest, whole=not problems, hashed=hashes):
         console.data(line)
     if tensors:
@@ -122,7 +122,7 @@ def _lines(facts: dict[str, Any], manifest: Manifest, *, whole: bool, hashed: bo
         ("optimizer", f"state of {facts['optimizer_entries']} parameters"),
         ("reward", ", ".join(f"{r.get('name')} at revision {shorten(r.get('revision'))}" for r in facts["reward"])),
         ("identity", facts["identity"]),
-        ("seeds", ", ".join(f"{key} {shorten(value, 24)}" for key, value in manifest.seed_contract.items())),
+        ("seeds", ", ".join(f"{key} {shorten(value, 24) or 'empty'}" for key, value in manifest.seed_contract.items())),
         ("ranks", str(facts["world_size"])),
         ("run", facts["run_id"]),
         ("written", f"{facts['created']} by " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),

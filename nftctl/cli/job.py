@@ -115,8 +115,9 @@ def _rewards(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     held_out, train = summary.get("eval"), summary.get("train")
     if held_out:
         before, after = held_out["before"], held_out["after"]
-        samples = after.get("eval/samples")
-        rows = [("held-out reward", f"{_change(before, after, 'eval/reward')} ({samples} images)")]
+        # A stopped run was last looked at some steps before its end, so the steps are said.
+        when = f"{after.get('eval/samples')} images, step {before.get('step')} -> {after.get('step')}"
+        rows = [("held-out reward", f"{_change(before, after, 'eval/reward')} ({when})")]
         judges = sorted(key for key in after if key.startswith("eval/") and key.endswith("judge") and key in before)
         return rows + [("judge", f"{_change(before, after, key)} (reported, never trained on)") for key in judges]
     if train:
@@ -147,7 +148,7 @@ def _plain(value: object) -> str:
 
 def _say_nothing_to_do(console: Console, plan: JobPlan, warnings: Sequence[Finding]) -> None:
     done, run = plan.state.step, Path(plan.run_path)
-    console.say(f"nothing to do: {done} of {plan.total_steps} steps are done")
+    console.say(f"nothing to do: {done} steps are done and the total is {plan.total_steps}")
     console.say(f"to go further: nftctl resume {run} --steps {2 * max(done, plan.total_steps)}")
     console.data(str(run))
     steps = {"from": done, "to": done, "total": plan.total_steps}

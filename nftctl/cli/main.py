@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -90,6 +91,8 @@ class _Failure:
             extra["differences"] = [{"key": d.key, "was": d.was, "now": d.now, "why": d.why} for d in error.differences]
         if isinstance(error, TrainingFailed):
             extra |= {"rank": error.rank, "log": error.log}
+            for line in _tail(error.log):
+                self._console.say(f"  | {line}")
             if error.log:
                 self._console.say(f"log: {error.log}")
         if os.environ.get("NFTCTL_DEBUG"):
@@ -114,6 +117,15 @@ class _Failure:
         error = {"message": message, "hint": hint, **extra}
         self._console.result(self._command, findings, exit_code=code, error=error)
         return int(code)
+
+
+def _tail(log: str, lines: int = 20) -> list[str]:
+    """The last lines of the log of the rank to blame; what it wrote last is usually the reason."""
+    try:
+        text = Path(log).read_text(errors="backslashreplace") if log else ""
+    except OSError:
+        return []
+    return text.splitlines()[-lines:]
 
 
 def _write_traceback(error: Exception) -> str:

@@ -139,7 +139,7 @@ async def _ask_at(
         return RewardClient(url, revision, token, connect_timeout=timeout, read_timeout=timeout, retries=0)
 
     async with client_for(revision) as client:
-        info, seconds = await _timed_info(client, timeout, count)
+        info, seconds = await _timed_info(client, count)
     if revision and info.revision != revision:
         raise RewardFailed(
             f"reward provider {target.name} at {url}: revision {revision!r} is pinned, {info.revision!r} is served",
@@ -164,18 +164,20 @@ async def _ask_at(
     }
 
 
-async def _timed_info(client: RewardClient, timeout: float, count: int) -> tuple[ServiceInfo, list[float]]:
+async def _timed_info(client: RewardClient, count: int) -> tuple[ServiceInfo, list[float]]:
     seconds = []
     for _ in range(count):
         before = time.monotonic()
-        info = await client.info(deadline=before + timeout, compare=False)
+        info = await client.info(compare=False)
         seconds.append(time.monotonic() - before)
     return info, seconds
 
 
 async def _score_toy(client: RewardClient, toy: Toy, timeout: float) -> Score:
+    # Room for a connection and an answer, so that each limit can be blamed by its own name.
+    by = time.monotonic() + 2 * timeout
     key = f"ping/{time.time_ns()}/0/0/0"
-    (score,) = await client.score([_toy_item(toy)], key=key, deadline=time.monotonic() + timeout)
+    (score,) = await client.score([_toy_item(toy)], key=key, deadline=by)
     return score
 
 

@@ -43,11 +43,11 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
     Raises RewardFailed before anything is created when an http provider is not what is pinned, CheckpointUnusable when
     the run folder is in use, TrainingFailed when a rank fails.
     """
-    request_stop(0)
-    reporter.note("asking the reward providers for their revision")
     http = services.ask_http(plan.profile, plan.revisions)
     run = _open_folder(plan)
     with run.lock(), contextlib.ExitStack() as stack:
+        # Forgotten at the end and not at the start: a signal may already be there.
+        stack.callback(request_stop, 0)
         if plan.resume_from:
             discard_partials(run.checkpoints)
             atomic_write(run.run_json, pretty_bytes(run.read_record() | {"total_steps": plan.total_steps}))

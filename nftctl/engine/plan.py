@@ -96,21 +96,20 @@ class JobPlan:
         }
 
 
-def pinned_revision(provider: Provider) -> str:
-    """The revision that this provider must serve: the profile's, or the packaged scorer's own hash.
+def required_revision(provider: Provider) -> str:
+    """The revision that this provider must serve: the one the profile pins, else the packaged scorer's own hash."""
+    return provider.revision or scorer_revision(provider.scorer)
 
-    Raises RewardFailed when an embedded scorer differs from the revision that the profile pins.
-    """
-    if provider.kind == "http":
-        return provider.revision
-    served = scorer_revision(provider.scorer)
-    if provider.revision and provider.revision != served:
-        raise RewardFailed(
-            f"reward provider {provider.name}: the profile pins revision {provider.revision}, "
-            f"the packaged scorer {provider.scorer} is {served}",
-            hint="remove the pin, or install the nftctl release that ships that scorer",
-        )
-    return served
+
+def refuse_other_scorers(profile: Profile) -> None:
+    """Raise RewardFailed when a packaged scorer is not the one that the profile pins."""
+    for p in profile.reward.providers:
+        if p.kind == "embedded" and p.revision and p.revision != (served := scorer_revision(p.scorer)):
+            raise RewardFailed(
+                f"reward provider {p.name}: the profile pins revision {p.revision}, "
+                f"the packaged scorer {p.scorer} is {served}",
+                hint="remove the pin, or install the nftctl release that ships that scorer",
+            )
 
 
 def run_folder_name(resolved: Resolved) -> str:
@@ -119,7 +118,7 @@ def run_folder_name(resolved: Resolved) -> str:
 
 
 def _hash_folder(value: str) -> str:
-    return hashing.fingerprint_base(Path(value).expanduser()) if value else ""
+    return hashing.fingerprint_folder(Path(value).expanduser()) if value else ""
 
 
 def _build(
@@ -131,7 +130,7 @@ def _build(
     dump = profile.model_dump()
     prompt_hash = hashing.hash_file(prompts)
     base_fingerprint = hashing.fingerprint_base(base)
-    revisions = {p.name: pinned_revision(p) for p in profile.reward.providers}
+    revisions = {p.name: required_revision(p) for p in profile.reward.providers}
     document = identity.identity_document(
         dump,
         base_fingerprint=base_fingerprint,
@@ -168,6 +167,7 @@ def plan_launch(resolved: Resolved, *, run_dir: Path | None = None, argv: Sequen
     total = resolved.profile.rl.max_steps
     if total is None:  # preflight's `max-steps-missing`; this is the type checker's proof
         raise ValueError("rl.max_steps is not set")
+    refuse_other_scorers(resolved.profile)
     return _build(
         resolved,
         run_path=parent / run_folder_name(resolved),
@@ -205,6 +205,7 @@ def plan_resume(
         resume_from=checkpoint,
     )
     _refuse_changes(manifest, plan)
+    refuse_other_scorers(plan.profile)
     return plan
 
 

@@ -86,11 +86,16 @@ def embedded(profile: Profile, revisions: Mapping[str, str], logs: Path) -> Iter
 
 def _start(provider: Provider, revision: str, log: Path) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", provider.scorer, "--port", "0"]
+    # The service reads its token under the default name; the value is in the child's environment and nowhere else.
+    env = {k: v for k, v in os.environ.items() if k != "NFTCTL_REWARD_TOKEN"}
+    if token := os.environ.get(provider.token_env, ""):
+        env["NFTCTL_REWARD_TOKEN"] = token
     with log.open("ab") as sink:
         process = subprocess.Popen(
             [*command, "--revision", revision, "--parent-pid", str(os.getpid())],
             stdout=subprocess.PIPE,
             stderr=sink,
+            env=env,
             text=True,
             # A Ctrl-C in the terminal is for the run: it still needs scores to finish the step.
             start_new_session=True,

@@ -16,6 +16,9 @@ from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Trajectory
 
+CAUSE_BYTES = 1024
+"""Room for the reason of a failure that all ranks are told."""
+
 
 @dataclass(slots=True)
 class Commit:
@@ -72,8 +75,19 @@ class ReplayRole:
         allowed = self._reward.max_dropped_groups if self._reward.on_failure == "drop-group" else 0
         if dropped > allowed or dropped == len(kept):
             rows = [t.row.number for t, keep in zip(trajectories, kept.tolist(), strict=True) if not keep]
-            cause = next((t.failure for t in trajectories if t.failure), "scored on this rank, failed on another")
-            raise RewardFailed(f"{dropped} groups lost their scores (rows {rows}), {allowed} may be dropped: {cause}")
+            raise RewardFailed(
+                f"{dropped} of {len(kept)} groups have no scores (rows {rows}), {allowed} may be dropped: "
+                + self._cause(trajectories)
+            )
+
+    def _cause(self, trajectories: Sequence[Trajectory]) -> str:
+        """The first failure in rank order: the same words everywhere, whichever rank the driver then hears first."""
+        mine = next((t.failure for t in trajectories if t.failure), "").encode()[:CAUSE_BYTES]
+        box = torch.tensor(list(mine.ljust(CAUSE_BYTES, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(box) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, box, group=self._group)
+        said = (bytes(part.tolist()).rstrip(b"\0").decode("utf-8", "replace") for part in parts)
+        return next(filter(None, said), "a reward is not a finite number")
 
     def _components(self, table: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
         """Mean of each provider's raw score and components over the kept samples that have it."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Provider, Reward
-from nftctl.reward.client import RewardClient
+from nftctl.reward.client import RewardClient, deadline_in
 from nftctl.reward.protocol import Item, RevisionDiffers, Score
 from nftctl.roles.trajectory import Trajectory
 
@@ -82,15 +82,16 @@ class RewardRole:
         self._deadline = 0.0
 
     def begin(self) -> None:
-        """Start the step's deadline."""
+        """Forget what an earlier step left; the deadline starts with the first request."""
         self._pending = []
-        self._deadline = time.monotonic() + self._reward.deadline_s
 
     def submit(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Send decoded samples to every provider; returns at once.
 
         With `drop-group` each sample travels alone, so that one bad reply costs one group and not the micro-batch.
         """
+        if not self._pending:
+            self._deadline = deadline_in(self._reward.deadline_s)
         size = 1 if self._reward.on_failure == "drop-group" else len(trajectories)
         for start in range(0, len(trajectories), size):
             part = list(trajectories[start : start + size])
@@ -157,7 +158,7 @@ class RewardRole:
 
     def score_images(self, items: Sequence[Item], label: str) -> list[tuple[float, dict[str, float]]]:
         """Reward and components of loose images (evaluation). A failure here always raises."""
-        deadline = time.monotonic() + self._reward.deadline_s
+        deadline = deadline_in(self._reward.deadline_s)
         futures = [
             self._run(client.score(list(items), key=self._next_label(label), deadline=deadline))
             for client in self._clients

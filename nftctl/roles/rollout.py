@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nftctl.algorithm import draws, sampler
+from nftctl.errors import TrainingFailed
 from nftctl.model import adapters
 from nftctl.model.family import Conditioning, Family
 from nftctl.profile.schema import Profile
@@ -49,7 +50,15 @@ class RolloutRole:
         ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
         noise = draws.rollout_noise(self._family.latent_shape, seed=self._rl.seed, ticks=ticks, rank=self._rank)
         conditions = self._family.encoder.encode([row.prompt.text for row in rows])
-        x0, images = self.denoise(conditions, noise, self._sampling, self.weights)
+        try:
+            x0, images = self.denoise(conditions, noise, self._sampling, self.weights)
+        except TrainingFailed as error:
+            named = ", ".join(f"{row.number} ({row.prompt.reward_text[:60]})" for row in rows)
+            raise TrainingFailed(
+                f"{error.message}, on rank {self._rank} with seed {self._rl.seed}; the samples are rows {named}",
+                rank=self._rank,
+                hint=error.hint,
+            ) from None
         return [
             Trajectory(row=row, tick=ticks[i], x0=x0[i], conditioning=conditions[i], image=images[i])
             for i, row in enumerate(rows)

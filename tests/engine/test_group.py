@@ -1,0 +1,127 @@
+"""Who is blamed when ranks fail together, and for how long the others are waited for. Ray is not started."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from nftctl.engine import group as group_module
+from nftctl.engine.group import Group, _Failures
+from nftctl.errors import CheckpointUnusable, RewardFailed, TrainingFailed
+
+
+def raised(cause: Exception) -> BaseException:
+    """What Ray hands to the driver when an actor's method raised `cause`."""
+    return RayTaskError("train", "traceback text", cause).as_instanceof_cause()
+
+
+DIED = ActorDiedError()
+ECHO = raised(RuntimeError("[gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"))
+LATE = raised(RuntimeError("Timed out waiting 120000ms for recv operation to complete"))
+ODD = raised(ValueError("shapes do not match"))
+OURS = raised(TrainingFailed("step 3: the gradient norm is nan", rank=2))
+REWARD = raised(RewardFailed("reward service http://x: HTTP 400"))
+LOST = raised(RewardFailed("reward service http://x: the connection was lost (ConnectionResetError: Connection reset)"))
+SAVE = raised(TrainingFailed("the checkpoint could not be written: Connection closed by peer"))
+
+
+@pytest.mark.parametrize(
+    ("failures", "blamed"),
+    [
+        ({0: ECHO, 1: ECHO, 2: DIED}, 2),  # the dead one, not those that noticed
+        ({0: ODD, 3: DIED}, 3),
+        ({0: ECHO, 1: OURS, 2: ODD}, 1),  # what nftctl understands says most
+        ({0: ECHO, 1: LATE, 2: ODD}, 2),
+        ({0: SAVE, 1: ODD}, 1),
+        ({0: ECHO, 1: LOST}, 1),  # a service's lost connection is no echo of another rank
+        ({0: SAVE, 1: LOST}, 1),
+        ({2: REWARD, 1: REWARD, 3: OURS}, 1),  # equals: the lowest rank
+        ({3: ECHO, 2: LATE}, 2),
+    ],
+)
+def test_the_cause_is_blamed_and_not_a_neighbour(failures: dict[int, BaseException], blamed: int) -> None:
+    assert _Failures(failures).worst() == (blamed, failures[blamed])
+
+
+class Script:
+    """Stands in for ray.wait and ray.get: references become ready in the given order, then nothing more."""
+
+    def __init__(self, order: list[tuple[str, Any]]) -> None:
+        self.left, self.values = [name for name, _ in order], dict(order)
+        self.timeouts: list[float | None] = []
+
+    def wait(self, refs: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
+        self.timeouts.append(timeout)
+        if self.left:
+            return [self.left.pop(0)], []
+        assert timeout is not None, "it would wait for ever"
+        time.sleep(timeout)
+        return [], refs
+
+    def get(self, ref: str) -> Any:
+        if isinstance(self.values[ref], BaseException):
+            raise self.values[ref]
+        return self.values[ref]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`ranks(order, timeout)`: calls three ranks whose answers come as scripted."""
+    monkeypatch.setattr(group_module, "GRACE_S", 0.05)
+
+    def call(order: list[tuple[str, Any]], timeout: float = 0.2) -> tuple[list[Any], Script]:
+        script = Script(order)
+        monkeypatch.setattr(ray, "wait", script.wait)
+        monkeypatch.setattr(ray, "get", script.get)
+        group = Group([], "cpu", tmp_path, timeout)
+        group.members = [{"rank": n, "pid": 100 + n, "host": "here"} for n in range(3)]
+        return group._wait({"a": 0, "b": 1, "c": 2}, "train"), script
+
+    return call
+
+
+def test_answers_come_in_rank_order(ranks: Any) -> None:
+    answers, script = ranks([("c", "third"), ("a", "first"), ("b", "second")])
+    assert answers == ["first", "second", "third"]
+    # The first rank may take any time: a long step is no failure.
+    assert script.timeouts[0] is None
+    assert all(timeout is not None and timeout <= 0.2 for timeout in script.timeouts[1:])
+
+
+def test_stragglers_are_named_once_the_first_is_done(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"rank 1 did not finish `train` within 0 s .*\(late: \[1, 2\]\)") as caught:
+        ranks([("a", "done")])
+    assert caught.value.rank == 1
+    assert caught.value.log == str(tmp_path / "rank_1.log")
+
+
+def test_a_failure_is_told_after_the_grace_though_others_never_answer(ranks: Any) -> None:
+    with pytest.raises(RewardFailed, match="HTTP 400"):
+        ranks([("b", REWARD)], timeout=3600)
+
+
+def test_within_the_grace_a_better_culprit_wins(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"rank 2 died in `train` \(pid 102 on here\)") as caught:
+        ranks([("a", ECHO), ("c", DIED)], timeout=3600)
+    assert (caught.value.rank, caught.value.log) == (2, str(tmp_path / "rank_2.log"))
+
+
+def test_an_error_of_ours_arrives_as_it_was_raised(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match="^step 3: the gradient norm is nan$") as caught:
+        ranks([("a", OURS), ("b", OURS), ("c", OURS)])
+    assert caught.value.rank == 2  # the rank it names itself
+    assert caught.value.log
+    damaged = raised(CheckpointUnusable("tensor x: missing", hint="choose another"))
+    with pytest.raises(CheckpointUnusable) as unusable:
+        ranks([("a", damaged), ("b", damaged), ("c", damaged)])
+    assert unusable.value.hint == "choose another"
+
+
+def test_an_error_of_anybody_else_is_told_with_rank_and_type(ranks: Any) -> None:
+    with pytest.raises(TrainingFailed, match=r"rank 1 failed in `train` \(pid 101 on here\): ValueError: shapes do not"):
+        ranks([("a", 1), ("b", ODD), ("c", 1)])
