@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,15 @@ from nftctl.reward.scorers import load_scorer
 BASE = Path(recipe.__file__).parent / "base"
 WEIGHTS = BASE / "transformer" / "diffusion_pytorch_model.safetensors"
 MODEL = Model(height=8, width=8, dtype="float32", system_prompt=False, resolution_template=False)
+
+
+@pytest.fixture(autouse=True)
+def _torch_settings_stay_here() -> Iterator[None]:
+    # The recipe sets both for its own process.
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,7 @@ def test_with_guidance_it_draws_what_the_prompt_says(family: Family) -> None:
     _, test = data.split_prompts()
     prompts = [text for text in test for _ in range(4)]
     guided = rewards(draw(family, prompts, 3.0, seed=11), prompts)
-    assert np.mean(guided) > 0.75
+    assert np.mean(guided) > 0.7
     # The same pictures under another prompt's words: the score is about the prompt, not about looking neat.
     assert np.mean(rewards(draw(family, prompts, 3.0, seed=11), prompts[4:] + prompts[:4])) < 0.1
 
@@ -90,7 +100,7 @@ def test_with_guidance_it_draws_what_the_prompt_says(family: Family) -> None:
 def test_without_guidance_it_leaves_room_to_learn(family: Family) -> None:
     _, test = data.split_prompts()
     prompts = [text for text in test for _ in range(4)]
-    assert 0.35 < np.mean(rewards(draw(family, prompts, 1.0, seed=11), prompts)) < 0.75
+    assert 0.3 < np.mean(rewards(draw(family, prompts, 1.0, seed=11), prompts)) < 0.7
 
 
 def run_recipe(folder: Path, seed: int) -> dict[str, bytes]:
@@ -107,7 +117,7 @@ def test_three_iterations_of_the_recipe_repeat_bit_for_bit(tmp_path: Path) -> No
     }
 
 
-def test_pretraining_moves_every_tensor_that_a_pixel_depends_on(tmp_path: Path) -> None:
+def test_pretraining_moves_every_tensor_that_a_pixel_depends_on() -> None:
     start = recipe.pretrain(recipe.Recipe(iterations=0)).state_dict()
     moved = recipe.pretrain(recipe.Recipe(iterations=3)).state_dict()
     still = {name for name in start if torch.equal(start[name], moved[name])}

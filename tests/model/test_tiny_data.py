@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_prompts_are_split_48_to_12_without_overlap_and_cover_every_word() -> No
 
 def test_neighbouring_rows_of_a_step_differ_in_colour_and_digit() -> None:
     train, _ = data.split_prompts()
-    for first, second in zip(train, train[1:], strict=False):
+    for first, second in itertools.pairwise(train):
         assert not set(first.split()[1:]) & set(second.split()[1:])
 
 

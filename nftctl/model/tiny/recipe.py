@@ -122,8 +122,12 @@ def follow(mean: torch.nn.Module, now: torch.nn.Module, keep: float) -> None:
 def save_base(stock: Cosmos3OmniTransformer, folder: Path) -> None:
     """Write the base in diffusers layout: model_index.json, transformer/ (bfloat16), scheduler/, tokenizer/."""
     folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(stock).to(torch.bfloat16).save_pretrained(folder / "transformer")
-    UniPCMultistepScheduler(**SCHEDULER).save_pretrained(folder / "scheduler")
+    transformer: Any = copy.deepcopy(stock)
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    transformer.save_pretrained(folder / "transformer")
+    scheduler: Any = UniPCMultistepScheduler(**SCHEDULER)
+    scheduler.save_pretrained(folder / "scheduler")
     build_tokenizer().save_pretrained(folder / "tokenizer")
     index = {
         "_class_name": "Cosmos3OmniPipeline",

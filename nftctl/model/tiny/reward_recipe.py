@@ -1,4 +1,4 @@
-"""Makes the weight file of the reward scorer `tiny_digits`: `python -m nftctl.model.tiny.reward_recipe` (about 10 s).
+"""Makes the weights of the reward scorer `tiny_digits`: `python -m nftctl.model.tiny.reward_recipe` (half a minute).
 
 Owns the training of the classifier (half B of the scans, which the base never sees) and the judge's memory (half A).
 The scorer that reads the file is NumPy and lives with the rewards; this half needs torch and scikit-learn.
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
 
 
 def no_digits(ink: Floats, rng: np.random.Generator) -> Floats:
-    """What must not pass for a digit, as many as `ink` [n, 8, 8]: shuffled, noise, a tone, a blot, two at once, broken, faint.
+    """What must not pass for a digit, as many as `ink` [n, 8, 8]: shuffled, noise, tone, blot, overlay, broken, faint.
 
     A classifier trained on digits alone is sure of itself on such pictures, and a policy would find them.
     """
@@ -64,8 +64,10 @@ def batch(scans: Scans, count: int, rng: np.random.Generator) -> tuple[Floats, I
     ink = warp(scans.ink[pick], rng, 0.1)
     spoilt = rng.uniform(size=count) < 0.25
     ink = np.where(spoilt[:, None, None], no_digits(ink, rng), ink)
-    ink = ink * rng.uniform(0.9, 1.0, (count, 1, 1)) + rng.normal(0, 1, ink.shape) * rng.uniform(0, 0.15, (count, 1, 1))
-    return np.clip(ink, 0, 1).astype(np.float32), np.where(spoilt, NO_DIGIT, scans.label[pick])
+    seen = ink * rng.uniform(0.9, 1.0, (count, 1, 1)) + rng.normal(0, 1, ink.shape) * rng.uniform(
+        0, 0.15, (count, 1, 1)
+    )
+    return np.clip(seen, 0, 1).astype(np.float32), np.where(spoilt, NO_DIGIT, scans.label[pick])
 
 
 def train_classifier(scans: Scans, *, iterations: int = ITERATIONS, seed: int = 0) -> Classifier:

@@ -36,7 +36,7 @@ TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 21 tokens: "a red seven" becomes `<|im_start|> a red seven`, to which the pipeline adds two more."""
+    """A tokenizer of 21 tokens: "a red seven" becomes `<|im_start|> a red seven`; the pipeline adds two more."""
     words = Tokenizer(WordLevel(VOCABULARY))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(

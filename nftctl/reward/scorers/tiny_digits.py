@@ -45,7 +45,10 @@ JUDGE_REACH = 0.25
 
 
 class TinyDigits:
-    """score = p(digit) * p(colour), in [0, 1]; `strict` is 1 when both are the likeliest; `judge` = p_judge * p(colour)."""
+    """score = p(digit) * p(colour), in [0, 1].
+
+    Components: both factors; `strict`, 1 when both are the likeliest, else 0; `judge` = p_judge(digit) * p(colour).
+    """
 
     name = "tiny_digits"
     components = ("digit", "colour", "strict", "judge")
@@ -67,16 +70,16 @@ class TinyDigits:
         ValueError names the first prompt or the first shape that cannot be judged.
         """
         if not len(images) == len(prompts) == len(metadata):
-            raise ValueError(f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata: counts must agree")
+            raise ValueError(
+                f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata: counts must agree"
+            )
         wanted = [parse_prompt(text) for text in prompts]
         if not images:
             return []
         darkness = _darkness(images)
         ink = darkness.max(axis=-1)
         digits, colours, judged = self.digits(ink), self.colours(darkness), self.judged(ink)
-        return [
-            _entry(digits[n], colours[n], judged[n], colour, number) for n, (colour, number) in enumerate(wanted)
-        ]
+        return [_entry(digits[n], colours[n], judged[n], colour, number) for n, (colour, number) in enumerate(wanted)]
 
     def digits(self, ink: Floats) -> Floats:
         """Classifier's probabilities [n, 11] of ink maps [n, 8, 8]: ten digits and "no digit"."""
@@ -87,7 +90,7 @@ class TinyDigits:
         return _softmax((pooled @ w["head.weight"])[:, 0] + w["head.bias"])
 
     def colours(self, darkness: Floats) -> Floats:
-        """Probabilities [n, 6] of the colours: ink-weighted mean of 1 - pixel, as a direction, against each pigment's."""
+        """Probabilities [n, 6] of the colours: ink-weighted mean of 1 - pixel, as a direction, against each pigment."""
         flat = darkness.reshape(len(darkness), 64, 3)
         mean = (flat * flat.max(axis=-1, keepdims=True)).sum(axis=1)
         gap = _unit(mean)[:, None] - _unit(1 - self._weights["pigment"])
@@ -114,9 +117,7 @@ def load() -> TinyDigits:
     return TinyDigits()
 
 
-def _entry(
-    digits: Floats, colours: Floats, judged: Floats, colour: int, number: int
-) -> tuple[float, dict[str, float]]:
+def _entry(digits: Floats, colours: Floats, judged: Floats, colour: int, number: int) -> tuple[float, dict[str, float]]:
     digit, tone = float(digits[number]), float(colours[colour])
     strict = float(digits.argmax() == number and colours.argmax() == colour)
     return digit * tone, {"digit": digit, "colour": tone, "strict": strict, "judge": float(judged[number]) * tone}
@@ -134,7 +135,7 @@ def _convolve(x: Floats, weight: Floats, bias: Floats) -> Floats:
     """3x3 convolution with zero padding and ReLU: [n, 8, 8, c] to [n, 8, 8, k]; rows of `weight` are (c, 3, 3)."""
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     patches = sliding_window_view(padded, (3, 3), axis=(1, 2)).reshape(len(x), 64, -1)
-    return np.maximum(patches @ weight + bias, 0).reshape(len(x), 8, 8, -1)
+    return np.asarray(np.maximum(patches @ weight + bias, 0).reshape(len(x), 8, 8, -1), np.float32)
 
 
 def _softmax(logits: Floats) -> Floats:
@@ -157,4 +158,3 @@ def _read(path: Path) -> dict[str, Floats]:
         if len(got) != len(shape) or any(want not in (None, have) for want, have in zip(shape, got, strict=True)):
             raise ValueError(f"{path.name}: {name} has shape {got}, expected {shape}")
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-
