@@ -52,11 +52,12 @@ def reporter() -> Quiet:
 
 @pytest.fixture
 def tiny() -> Callable[..., Any]:
-    """`tiny(steps=2, sets=(...))` resolves the bundled tiny profile, without evaluation and grids unless `look`."""
+    """`tiny(steps=2, sets=(...))` resolves the bundled tiny profile with four rows, without evaluation and grids unless `look`."""
     from nftctl.profile.load import bundled_profiles, load_profile
 
     def make(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:
         quiet = () if look else ('eval.prompt_file=""', "samples.prompts=0", "logging.tensorboard=false")
+        quiet = ("data.rows_per_step=4", *quiet)
         return load_profile(
             bundled_profiles()["tiny_t2i_cpu"], sets=[*quiet, *sets], flags={"rl.max_steps": steps}, env={}
         )

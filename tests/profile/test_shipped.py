@@ -82,7 +82,7 @@ def test_the_public_recipe() -> None:
 def test_the_embedded_default() -> None:
     profile = load_profile(bundled_profiles()["tiny_t2i_cpu"], env={}).profile
     rl = profile.rl
-    assert (rl.group_size, profile.data.rows_per_step, rl.max_steps, rl.kl_beta, rl.guidance) == (4, 4, 150, 0, 1)
+    assert (rl.group_size, profile.data.rows_per_step, rl.max_steps, rl.kl_beta, rl.guidance) == (4, 8, 200, 0, 1)
     assert (rl.sample_steps, rl.sampler_shift, rl.timestep_source, rl.timesteps_per_sample) == (10, 3, "grid", 4)
     assert (rl.old.update_every, rl.old.decay, profile.optimizer.lr, profile.checkpoint.every) == (
         1,
