@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint format types completions base clean
+.PHONY: help demo test soak check lint format types completions docs base clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -31,6 +31,7 @@ soak: $(VENV)/.dev  ## Long campaigns: kills, faults, storage, three seeds of le
 
 check: $(VENV)/.dev lint types  ## Everything but the tests
 	$(BIN)/lint-imports
+	$(BIN)/python -m nftctl.cli.reference --check .
 	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
 
 lint: $(VENV)/.dev  ## Format and lint, changing nothing
@@ -46,6 +47,9 @@ types: $(VENV)/.dev  ## Check types
 
 completions: $(VENV)/.dev  ## Write the shell completions anew
 	$(BIN)/python -m nftctl.cli.completion completions
+
+docs: $(VENV)/.dev  ## Write the reference page, the JSON Schema and the README's generated parts anew
+	$(BIN)/python -m nftctl.cli.reference .
 
 base: $(VENV)/.dev  ## Pretrain the embedded base and its scorer anew (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m nftctl.model.tiny.recipe

@@ -52,7 +52,7 @@ def reporter() -> Quiet:
 
 @pytest.fixture
 def tiny() -> Callable[..., Any]:
-    """`tiny(steps=2, sets=(...))` resolves the bundled tiny profile with four rows, without evaluation and grids unless `look`."""
+    """`tiny(steps=2, sets=(...))` resolves the tiny profile with four rows; no evaluation or grids unless `look`."""
     from nftctl.profile.load import bundled_profiles, load_profile
 
     def make(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:

@@ -15,7 +15,7 @@ import typer
 from nftctl.cli import completion
 from nftctl.errors import UsageRefused
 
-COMMANDS = ("validate", "launch", "resume", "inspect-checkpoint", "reward-ping", "reward-serve")
+COMMANDS = ("validate", "launch", "resume", "inspect-checkpoint", "reward-ping", "reward-serve", "profiles", "init")
 
 EXIT_CODES = """\b
 Exit codes:
@@ -102,6 +102,7 @@ def root(
 Examples:
   nftctl validate
   nftctl validate profile.toml --set rl.group_size=8 --show-resolved
+  nftctl validate profile.toml --memory --online
   nftctl validate cosmos3_nft_t2i_public --json | jq -e .ok"""
 )
 def validate(
@@ -109,6 +110,10 @@ def validate(
     sets: SetOption = None,
     show_resolved: Annotated[
         bool, typer.Option("--show-resolved", help="Print every value and where it came from.")
+    ] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Print the memory that a rank needs, part by part.")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="Also ask reward services and the Ray address, and count GPUs.")
     ] = False,
     rules: Annotated[bool, typer.Option("--rules", help="List every rule of preflight; reads no profile.")] = False,
     json: JsonOption = False,
@@ -119,7 +124,7 @@ def validate(
     if rules:
         command.list_rules(json=json)
     else:
-        command.validate(profile, sets or [], show_resolved=show_resolved, json=json)
+        command.validate(profile, sets or [], show_resolved=show_resolved, memory=memory, online=online, json=json)
 
 
 @app.command(
@@ -244,3 +249,60 @@ def reward_serve(
     from nftctl.cli.serve import serve
 
     serve(scorer, host=host, port=port, revision=revision or "", parent_pid=parent_pid)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  nftctl profiles
+  nftctl profiles tiny_t2i_cpu
+  nftctl profiles --schema > profile.schema.json"""
+)
+def profiles(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            show_default=False,
+            autocompletion=completion.bundled_names,
+            help="Print this one's TOML. Default: list all.",
+        ),
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a profile, for editors.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """List the bundled profiles, or print one."""
+    from nftctl.cli import profiles as command
+
+    if schema and name is not None:
+        raise UsageRefused("--schema is about every profile and takes no NAME", hint="nftctl profiles --schema")
+    if schema:
+        command.print_schema(json=json)
+    elif name is not None:
+        command.print_profile(name, json=json)
+    else:
+        command.list_profiles(json=json)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  nftctl init
+  nftctl init mine.toml --from cosmos3_nft_t2i_public_4gpu"""
+)
+def init(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A new .toml file; an old one is never overwritten.")
+    ] = Path("profile.toml"),
+    base: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="NAME", autocompletion=completion.bundled_names, help="The bundled profile to extend."
+        ),
+    ] = "tiny_t2i_cpu",
+    json: JsonOption = False,
+) -> None:
+    """Write a commented profile to start from."""
+    from nftctl.cli.init import init as command
+
+    command(path, base, json=json)

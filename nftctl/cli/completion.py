@@ -23,10 +23,14 @@ def runs_folder() -> Path:
 
 def profile_names(incomplete: str) -> list[str]:
     """Bundled profiles, and TOML files and folders that the given text leads to."""
+    return bundled_names(incomplete) + [path for path in _paths(incomplete) if path.endswith((".toml", "/"))]
+
+
+def bundled_names(incomplete: str) -> list[str]:
+    """Bundled profiles only."""
     from nftctl.profile.load import bundled_profiles
 
-    names = [name for name in bundled_profiles() if name.startswith(incomplete)]
-    return names + [path for path in _paths(incomplete) if path.endswith((".toml", "/"))]
+    return [name for name in bundled_profiles() if name.startswith(incomplete)]
 
 
 def checkpoint_names(incomplete: str) -> list[str]:

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from nftctl.cli.console import Console, show, table
-from nftctl.errors import Finding
+from nftctl.errors import ExitCode, Finding
 
 if TYPE_CHECKING:
     from nftctl.profile.load import Origin, Resolved
@@ -35,31 +37,66 @@ def load_checked(
     return resolved, warnings
 
 
-def validate(argument: str | None, sets: Sequence[str], *, show_resolved: bool, json: bool) -> None:
+def validate(
+    argument: str | None, sets: Sequence[str], *, show_resolved: bool, memory: bool, online: bool, json: bool
+) -> None:
     """Check one profile and print what it amounts to."""
     console = Console(json=json)
     resolved, warnings = load_checked(console, argument, sets, {})
     prompts = _prompts(resolved)
     count = f", {len(warnings)} warning{'s' if len(warnings) != 1 else ''}" if warnings else ""
     console.data(f"{resolved.name}: valid{count}; {prompts['count']} prompts, sha256 {prompts['sha256'][:12]}")
-    extra: dict[str, Any] = {}
+    estimated = _memory(resolved)
+    for line in memory_lines(estimated, whole=memory):
+        console.data(line)
+    extra: dict[str, Any] = {"memory": estimated}
     if show_resolved:
-        values = _resolved_values(resolved)
-        extra["resolved"] = values
+        extra["resolved"] = values = _resolved_values(resolved)
         for line in table([(key, show(entry["value"]), entry["origin"]) for key, entry in values.items()]):
             console.data(line)
     profile = {"name": resolved.name, "path": None if resolved.path is None else str(resolved.path)}
-    console.result("validate", warnings, profile=profile, prompts=prompts, **extra)
+    extra = {"profile": profile, "prompts": prompts, **extra}
+    if online:
+        _look_around(console, resolved, warnings, extra)
+    else:
+        console.result("validate", warnings, **extra)
+
+
+def _look_around(console: Console, resolved: Resolved, warnings: Sequence[Finding], extra: dict[str, Any]) -> None:
+    """The part that needs more than files. Ends with 4 when only reward services are at fault, else with 3."""
+    from nftctl.cli.online import look_around
+
+    answers, findings = look_around(resolved, os.environ)
+    for line in table(answers.rows()):
+        console.data(line)
+    extra["online"] = answers.facts()
+    if not findings:
+        console.result("validate", warnings, **extra)
+        return
+    only_rewards = all(finding.code.startswith("reward-") for finding in findings)
+    code = ExitCode.REWARD if only_rewards else ExitCode.PROFILE
+    message = f"{resolved.name} is valid, but {len(findings)} of its surroundings "
+    message += "is not as it needs them" if len(findings) == 1 else "are not as it needs them"
+    console.findings(findings)
+    console.error(message)
+    error = {"message": message, "hint": ""}
+    console.result("validate", [*warnings, *findings], exit_code=code, error=error, **extra)
+    raise typer.Exit(code)
 
 
 def list_rules(*, json: bool) -> None:
-    """Print the code and the reason of every rule that preflight applies."""
+    """Print the code and the reason of every rule: those of preflight, then those of `--online`."""
+    from nftctl.cli.online import RULES as ONLINE
     from nftctl.profile.preflight import RULES
 
     console = Console(json=json)
-    for line in table([(rule.code, rule.reason) for rule in RULES]):
+    rules = [{"code": r.code, "severity": r.severity, "online": False, "reason": r.reason} for r in RULES]
+    rules += [{"code": c, "severity": "error", "online": True, "reason": reason} for c, reason in ONLINE.items()]
+    kinds = {(False, "error"): "", (False, "warning"): "warns", (True, "error"): "--online"}
+    rows = [(str(r["code"]), kinds[bool(r["online"]), str(r["severity"])], str(r["reason"])) for r in rules]
+    for line in table(rows):
         console.data(line)
-    console.result("validate", rules=[{"code": rule.code, "reason": rule.reason} for rule in RULES])
+    console.result("validate", rules=rules)
 
 
 def _prompts(resolved: Resolved) -> dict[str, Any]:
@@ -68,6 +105,44 @@ def _prompts(resolved: Resolved) -> dict[str, Any]:
 
     path = resolve_prompt_file(resolved.profile.data.prompt_file, "train")
     return {"path": str(path), "count": len(read_prompts(path)), "sha256": hash_file(path)}
+
+
+def _memory(resolved: Resolved) -> dict[str, Any] | None:
+    """The estimate of one rank's memory as the JSON object has it; None where the base does not say its geometry."""
+    from nftctl.profile.estimate import NOT_COUNTED, estimate
+    from nftctl.profile.rules.rule import Facts
+
+    facts = Facts(resolved)
+    if facts.contract is None:
+        return None
+    prompts = [prompt.text for file in facts.prompt_files for prompt in file.prompts]
+    found = estimate(resolved.profile, facts.base, facts.weights, facts.contract.lora, prompts)
+    if found is None:
+        return None
+    parts = [{"name": p.name, "bytes": p.bytes, "when": p.when, "rough": p.rough, "how": p.how} for p in found.parts]
+    totals = {"always_bytes": found.always, "peak_bytes": found.peak}
+    return {"ranks": resolved.profile.ranks, **totals, "parts": parts, "not_counted": NOT_COUNTED}
+
+
+def memory_lines(memory: Mapping[str, Any] | None, *, whole: bool) -> list[str]:
+    """One line for a quick look, or the whole table."""
+    if memory is None:
+        return ["memory: not estimated, the base's files do not say its geometry"]
+    head = f"memory per rank: about {in_mib(memory['peak_bytes'])} at the peak"
+    if not whole:
+        largest = sorted(memory["parts"], key=lambda part: -part["bytes"])[:3]
+        named = ", ".join(f"{part['name']} {in_mib(part['bytes'])}" for part in largest)
+        return [f"{head}, most of it {named} (--memory)"]
+    rows = [
+        (f"  {part['name']}", f"{'~' if part['rough'] else ' '}{in_mib(part['bytes'])}", part["when"], part["how"])
+        for part in memory["parts"]
+    ]
+    return [head, *table(rows), f"  not counted: {memory['not_counted']}"]
+
+
+def in_mib(size: int) -> str:
+    """A size for people: MiB below one GiB, else GiB."""
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,8 +27,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from nftctl.errors import CheckpointUnusable, TrainingFailed
-from nftctl.run.hashing import DTYPE_NAMES
 from nftctl.run.tensors import compare_tensors
+from nftctl.tensorfile import DTYPE_NAMES
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for a parameter that has been stepped."""

@@ -48,6 +48,8 @@ def _died(error: BaseException) -> bool:
 
 def _is_echo(error: BaseException) -> bool:
     """A collective that broke because a peer was gone says nothing about this rank."""
+    if isinstance(error, NftctlError) and not isinstance(error, TrainingFailed):
+        return False  # a reward service may reset a connection too, and that is a cause
     text = str(error).lower()
     return any(part in text for part in ("connection closed", "connection reset", "timed out", "socket", "nccl"))
 

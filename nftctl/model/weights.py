@@ -7,7 +7,6 @@ all listed in one refusal. Nothing but safetensors is opened. Owns `rl.init_keys
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 
 from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused
 from nftctl.model.family import LoadReport
-
-STEM = "diffusion_pytorch_model.safetensors"
+from nftctl.tensorfile import weight_files
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,6 @@ class Destination:
 
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if name.startswith(self.fp32) else self.dtype
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component: those of its index, or the single one. CheckpointUnusable if incomplete."""
-    index = folder / f"{STEM}.index.json"
-    if not index.exists():
-        files = [folder / STEM]
-    else:
-        try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointUnusable(f"{index} is not a safetensors index") from error
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointUnusable(f"{folder} has not {', '.join(absent)}")
-    return files
 
 
 class Tensors:

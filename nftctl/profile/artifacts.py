@@ -1,6 +1,6 @@
 """The files that a profile points to, looked at from outside: what kind of base a folder is, whether a file is there.
 
-Reads names and small JSON files only, never a tensor, and never raises on a path that cannot exist.
+Reads names, small JSON files and safetensors headers, never a tensor; never raises on a path that cannot exist.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.tensorfile import safetensors_header, weight_files
 
 PACKAGE = Path(__file__).parent.parent
 EMBEDDED = "embedded"
@@ -33,7 +37,36 @@ class Base:
 
     def transformer_class(self) -> str:
         """The class that transformer/config.json declares, or an empty string."""
-        return str(_read_object(self.folder / "transformer" / "config.json").get("_class_name") or "")
+        return str(self.transformer_config().get("_class_name") or "")
+
+    def transformer_config(self) -> Mapping[str, Any]:
+        """transformer/config.json, empty where it is no JSON object."""
+        return read_object(self.folder / "transformer" / "config.json")
+
+    def latents_are_pixels(self) -> bool:
+        """Whether model_index.json lists the VAE as absent."""
+        return read_object(self.folder / "model_index.json").get("vae") == [None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A component's tensors by name, from its headers. `reason` says why they cannot be read."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reason: str = ""
+
+
+def read_weights(component: Path) -> Weights:
+    """The headers of a component in diffusers layout, in one file or split behind an index."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in weight_files(component):
+            shapes |= {name: info.shape for name, info in safetensors_header(file).items()}
+    except CheckpointUnusable as error:
+        return Weights(reason=error.message)
+    except (OSError, ValueError) as error:
+        return Weights(reason=f"{component} cannot be read: {getattr(error, 'strerror', None) or error}")
+    return Weights(shapes)
 
 
 def inspect_base(value: str) -> Base:
@@ -100,7 +133,8 @@ def _has_shards(folder: Path) -> bool:
         return False
 
 
-def _read_object(file: Path) -> dict[str, object]:
+def read_object(file: Path) -> dict[str, Any]:
+    """A small JSON file; empty where it is missing or no JSON object."""
     try:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -6,19 +6,23 @@ two warnings are about values that are allowed and mislead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.profile.diagnose import Places, arrange, printable
 from nftctl.profile.keys import Path, parse
 from nftctl.profile.load import Resolved
 from nftctl.profile.origins import DEFAULT, Fault, Origin
-from nftctl.profile.rules import base, data, modality, objective, reward, topology
-from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.rules import base, data, lora, modality, objective, reward, topology
+from nftctl.profile.rules.rule import Facts, Problem, Rule, Severity
 
-__all__ = ["RULES", "Rule", "check", "locate_origins", "refuse_if_wrong"]
+__all__ = ["RULES", "Rule", "check", "locate_origins", "place", "refuse_if_wrong"]
 
 RULES: tuple[Rule, ...] = (
     *topology.RULES,
     *modality.RULES,
+    *lora.RULES,
     *base.RULES,
     *objective.RULES,
     *reward.RULES,
@@ -29,8 +33,13 @@ RULES: tuple[Rule, ...] = (
 def check(resolved: Resolved) -> list[Finding]:
     """What every rule has to say, sorted by line. An empty list means that nothing is wrong."""
     facts = Facts(resolved)
+    return place(resolved, ((rule.code, rule.severity, found) for rule in RULES for found in rule.function(facts)))
+
+
+def place(resolved: Resolved, problems: Iterable[tuple[str, Severity, Problem]]) -> list[Finding]:
+    """Problems, each with its code and severity, as findings with their lines, sorted by them."""
     places = Places(resolved.texts)
-    found = [_finding(rule, problem, resolved, places) for rule in RULES for problem in rule.function(facts)]
+    found = [_finding(code, severity, problem, resolved, places) for code, severity, problem in problems]
     return arrange(found, list(resolved.texts))
 
 
@@ -52,17 +61,14 @@ def locate_origins(resolved: Resolved) -> dict[str, Origin]:
     return located
 
 
-def _finding(rule: Rule, problem: Problem, resolved: Resolved, places: Places) -> Finding:
+def _finding(code: str, severity: Severity, problem: Problem, resolved: Resolved, places: Places) -> Finding:
     if problem.at is not None:
         origin, line, column = problem.at
         message, help, origin = map(printable, (problem.message, problem.help, origin))
-        return Finding(rule.code, problem.key, message, help, rule.severity, origin, line, column)
+        return Finding(code, problem.key, message, help, severity, origin, line, column)
     path = parse(problem.key.split("."))
-    fault = Fault(path, _origin(problem.key, path, resolved), rule.code, problem.message, problem.help)
-    placed = places.finding(fault)
-    return Finding(
-        rule.code, placed.key, placed.message, placed.help, rule.severity, placed.origin, placed.line, placed.column
-    )
+    fault = Fault(path, _origin(problem.key, path, resolved), code, problem.message, problem.help)
+    return replace(places.finding(fault), severity=severity)
 
 
 def _origin(key: str, path: Path, resolved: Resolved) -> Origin:

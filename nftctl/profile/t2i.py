@@ -22,16 +22,16 @@ class LoraScope:
 
     def touches_prompt_encoder(self, target: str) -> bool:
         """Whether the suffix selects a module of the prompt encoder."""
-        return any(_selects(target, name) for name in self.prompt_encoder)
+        return _selects(target, self.prompt_encoder)
 
     def in_denoiser(self, target: str) -> bool:
         """Whether the suffix selects a module of the denoiser."""
-        return any(_selects(target, name) for name in self.denoiser)
+        return _selects(target, self.denoiser)
 
 
-def _selects(target: str, name: str) -> bool:
+def _selects(target: str, names: tuple[str, ...]) -> bool:
     target = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", target)
-    return name == target or name.endswith(f".{target}")
+    return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ import orjson
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.canonical import digest, pretty_bytes
 from nftctl.run.disk import atomic_write, point_link, sync_folder, sync_tree
-from nftctl.run.hashing import DTYPE_NAMES, hash_file
+from nftctl.run.hashing import hash_file
 from nftctl.run.identity import fingerprint
 from nftctl.run.state import RunState
 from nftctl.run.tensors import compare_tensors
+from nftctl.tensorfile import DTYPE_NAMES
 
 FORMAT = "nftctl-checkpoint/1"
 STATE_FOLDER = "state"

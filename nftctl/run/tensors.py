@@ -16,7 +16,8 @@ from typing import Any
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.canonical import digest
-from nftctl.run.hashing import TensorInfo, hash_range, read_header
+from nftctl.run.hashing import hash_range
+from nftctl.tensorfile import TensorInfo, read_header
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Where torch's distributed writer notes the offsets of each block, as JSON text."""

@@ -47,6 +47,9 @@ def test_profiles_and_files(tmp_path: Path) -> None:
     assert offers(tmp_path, "nftctl launch mine") == ["mine.toml", "minefield/"]
     assert offers(tmp_path, f"nftctl launch {tmp_path}/mine") == [f"{tmp_path}/mine.toml", f"{tmp_path}/minefield/"]
     assert offers(tmp_path, "nftctl launch nowhere/x") == []
+    # Where only a bundled profile will do, no file is offered.
+    assert offers(tmp_path, "nftctl profiles ") == list(bundled_profiles())
+    assert offers(tmp_path, "nftctl init --from t") == ["tiny_t2i_cpu"]
 
 
 def test_runs_keys_and_scorers(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def modules(folder: Path, *arguments: str, env: dict[str, str] | None = None) ->
         (("launch", "--dry-run"), ("aiohttp", "rich")),
         (("inspect-checkpoint", "tiny", "--verify", "--tensors"), (*QUICK, "pydantic_settings")),
         (("reward-ping",), ("rich", "filelock")),
+        (("profiles",), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
+        (("profiles", "--schema"), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
+        (("init",), ("aiohttp", "rich", "filelock")),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -66,6 +69,7 @@ def test_what_commands_do_not_import(tmp_path: Path, arguments: tuple[str, ...],
         (("validate", "--set", "rl.beta=-1"), 3),
         (("launch", "--set", "grid.backend=slurm"), 3),
         (("resume", "nowhere"), 5),
+        (("init", "--from", "nothing"), 2),
         (("reward-ping", "--url", "http://127.0.0.1:1"), 4),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
@@ -78,7 +82,13 @@ def test_refusals_do_not_load_the_engine(tmp_path: Path, arguments: tuple[str, .
 
 @pytest.mark.parametrize(
     ("words", "count"),
-    [("nftctl validate ", 2), ("nftctl resume ", 2), ("nftctl validate --set rl.", 3), ("nftctl la", 1)],
+    [
+        ("nftctl validate ", 2),
+        ("nftctl resume ", 2),
+        ("nftctl validate --set rl.", 3),
+        ("nftctl la", 1),
+        ("nftctl init --from t", 3),
+    ],
 )
 def test_completion_imports_little(tmp_path: Path, words: str, count: int) -> None:
     env = {"_NFTCTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}

@@ -20,6 +20,8 @@ SURFACE = {
     "inspect-checkpoint": (["--json", "--tensors", "--verify"], ["CHECKPOINT"]),
     "reward-ping": (["--count", "--json", "--revision", "--timeout", "--url"], ["PROFILE"]),
     "reward-serve": (["--host", "--port", "--revision", "--scorer"], []),
+    "profiles": (["--json", "--schema"], ["NAME"]),
+    "init": (["--from", "--json"], ["PATH"]),
 }
 """Command -> options and arguments; every command has -h and --help besides."""
 
@@ -100,6 +102,9 @@ def test_version(tmp_path: Path) -> None:
         ("validate", "--", "experiment=x"),
         ("--", "launch"),
         ("launch", "--name", "--"),
+        ("profiles", "--", "tiny_t2i_cpu"),
+        ("init", "--"),
+        ("init", "--from", "--", "mine.toml"),
     ],
 )
 def test_nothing_is_accepted_after_a_double_dash(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -120,6 +125,8 @@ def test_nothing_is_accepted_after_a_double_dash(tmp_path: Path, arguments: tupl
         (("resume",), "CHECKPOINT", "try: nftctl resume --help"),
         (("reward-ping", "--revision", "r"), "--revision belongs to --url", "help: a profile pins"),
         (("reward-ping", "x.toml", "--url", "http://h"), "not both", ""),
+        (("profiles", "a", "b"), "b", "try: nftctl profiles --help"),
+        (("init", "--form", "x"), "--from", "try: nftctl init --help"),
         (("--json", "validate"), "--json belongs to --version", "nftctl validate --json"),
     ],
 )
@@ -143,7 +150,26 @@ KEYS = {
     ("launch", "--set", "nonsense"): ["error"],
     ("reward-ping",): ["services"],
     ("inspect-checkpoint", "nowhere"): ["error"],
+    ("profiles",): ["profiles"],
+    ("profiles", "tiny_t2i_cpu"): ["profile"],
+    ("profiles", "--schema"): ["schema"],
+    ("init", "no/where.toml"): ["error"],
 }
+"""Command line -> keys of its JSON object besides those of every object; none of these writes anything."""
+
+NESTED = {
+    ("validate", "profile"): ["name", "path"],
+    ("validate", "prompts"): ["path", "count", "sha256"],
+    ("profiles tiny_t2i_cpu", "profile"): ["name", "description", "path", "text"],
+    ("profiles", "profiles"): ["name", "description"],
+    ("validate --rules", "rules"): ["code", "reason"],
+    ("launch --set nonsense", "error"): ["message", "hint"],
+    ("launch --dry-run", "plan"): [
+        "profile", "run", "resume_from", "steps", "ranks", "device", "base", "prompts", "rows_per_step",
+        "samples_per_step", "reward", "checkpoint_every", "identity",
+    ],
+}  # fmt: skip
+"""Command line and key -> keys of the object there, or of each object of the list there."""
 
 
 @pytest.mark.parametrize(("arguments", "own"), KEYS.items(), ids=[" ".join(a) for a in KEYS])
@@ -162,3 +188,16 @@ def test_findings_have_these_keys(tmp_path: Path) -> None:
     (finding,) = document["diagnostics"]
     assert list(finding) == ["code", "key", "message", "help", "severity", "origin", "line", "column"]
     assert (finding["code"], finding["key"], finding["severity"]) == ("unknown-key", "rl.bata", "error")
+
+
+@pytest.mark.parametrize(("place", "expected"), NESTED.items(), ids=[" ".join(place) for place in NESTED])
+def test_nested_json_keys_are_these(tmp_path: Path, place: tuple[str, str], expected: list[str]) -> None:
+    found = the_object(nftctl(*place[0].split(), "--json", cwd=tmp_path))[place[1]]
+    for entry in found if isinstance(found, list) else [found]:
+        assert list(entry) == expected
+
+
+def test_init_writes_one_file_and_has_these_keys(tmp_path: Path) -> None:
+    document = the_object(nftctl("init", "--json", cwd=tmp_path))
+    assert list(document) == [*ALWAYS, "path", "extends", "fill_in"]
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.toml"]

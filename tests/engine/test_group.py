@@ -94,7 +94,9 @@ def test_answers_come_in_rank_order(ranks: Any) -> None:
 
 
 def test_stragglers_are_named_once_the_first_is_done(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailed, match=r"rank 1 did not finish `train` within 0 s .*\(late: \[1, 2\]\)") as caught:
+    with pytest.raises(
+        TrainingFailed, match=r"rank 1 did not finish `train` within 0 s .*\(late: \[1, 2\]\)"
+    ) as caught:
         ranks([("a", "done")])
     assert caught.value.rank == 1
     assert caught.value.log == str(tmp_path / "rank_1.log")
@@ -112,7 +114,7 @@ def test_within_the_grace_a_better_culprit_wins(ranks: Any, tmp_path: Path) -> N
 
 
 def test_an_error_of_ours_arrives_as_it_was_raised(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailed, match="^step 3: the gradient norm is nan$") as caught:
+    with pytest.raises(TrainingFailed, match=r"^step 3: the gradient norm is nan$") as caught:
         ranks([("a", OURS), ("b", OURS), ("c", OURS)])
     assert caught.value.rank == 2  # the rank it names itself
     assert caught.value.log
@@ -123,5 +125,7 @@ def test_an_error_of_ours_arrives_as_it_was_raised(ranks: Any, tmp_path: Path) -
 
 
 def test_an_error_of_anybody_else_is_told_with_rank_and_type(ranks: Any) -> None:
-    with pytest.raises(TrainingFailed, match=r"rank 1 failed in `train` \(pid 101 on here\): ValueError: shapes do not"):
+    with pytest.raises(
+        TrainingFailed, match=r"rank 1 failed in `train` \(pid 101 on here\): ValueError: shapes do not"
+    ):
         ranks([("a", 1), ("b", ODD), ("c", 1)])

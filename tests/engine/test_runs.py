@@ -103,6 +103,19 @@ def test_a_run_leaves_one_tidy_folder(first: tuple[Path, dict[str, Any]]) -> Non
     assert summary["eval"]["before"]["eval/samples"] == 144
 
 
+def test_metrics_and_summary_have_the_names_on_record(first: tuple[Path, dict[str, Any]]) -> None:
+    folder, document = first
+    records = Path(__file__).parents[1] / "cli" / "snapshots"
+    row, evaluation = (
+        json.loads((folder / "runs" / "first" / f"{name}.jsonl").read_text().splitlines()[-1])
+        for name in ("metrics", "evaluations")
+    )
+    # The one name that only a GPU run has.
+    assert sorted({*row, "system/gpu_peak_gb"}) == (records / "metrics.txt").read_text().split()
+    assert sorted(evaluation) == (records / "evaluations.txt").read_text().split()
+    assert sorted(document["summary"]) == (records / "summary.txt").read_text().split()
+
+
 def test_event_files_are_read_by_tensorboard(first: tuple[Path, dict[str, Any]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

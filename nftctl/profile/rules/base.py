@@ -41,6 +41,11 @@ def _family(facts: Facts) -> Iterator[Problem]:
         yield Problem("rl.init_from", message + facts.contract.transformer)
 
 
+def _weights(facts: Facts) -> Iterator[Problem]:
+    if facts.weights.reason:
+        yield Problem("rl.init_from", f"rl.init_from holds no weights that can be read: {facts.weights.reason}")
+
+
 def _vae(facts: Facts) -> Iterator[Problem]:
     value = facts.profile.model.vae
     if value and not is_vae(local(value)):
@@ -66,6 +71,7 @@ RULES = (
     Rule("init-from-hub", "This release loads local folders only.", _hub),
     Rule("init-from-dcp", "This release loads bases in diffusers layout only.", _dcp),
     Rule("init-from-family", "The base is of the family that the named contract is for.", _family),
+    Rule("init-from-weights", "The base's weights are whole safetensors files.", _weights),
     Rule("vae-missing", "Latents are decoded by a VAE, the base's own or a named one.", _vae),
     Rule("tokenizer-missing", "Prompts are read through a tokenizer, the base's own or a named one.", _tokenizer),
 )

@@ -1,9 +1,15 @@
-"""The prompts that are trained and evaluated on, and the run's own name."""
+"""The prompts that are trained and evaluated on, and the place of the run: its name and the disk under it."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
+from nftctl.profile.adapter import adapted, checkpoint_bytes, most_checkpoints
+from nftctl.profile.artifacts import exists, local
 from nftctl.profile.prompts import INVALID, MISSING
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 
@@ -34,6 +40,50 @@ def _short(facts: Facts) -> Iterator[Problem]:
             yield Problem("data.rows_per_step", message)
 
 
+def _duplicate(facts: Facts) -> Iterator[Problem]:
+    """Told once per file, at the first repetition."""
+    for file in facts.prompt_files:
+        first: dict[str, int] = {}
+        repeated: list[tuple[int, int]] = []
+        for line, prompt in enumerate(file.prompts, 1):
+            row = json.dumps([prompt.text, prompt.reward_text, prompt.metadata], sort_keys=True)
+            if first.setdefault(row, line) != line:
+                repeated.append((line, first[row]))
+        if repeated:
+            line, earlier = repeated[0]
+            more = f", and {len(repeated) - 1} more lines repeat one" if len(repeated) > 1 else ""
+            yield Problem(file.key, f"line {line} is line {earlier} again{more}", at=(str(file.path), line, 1))
+
+
+def _disk(facts: Facts) -> Iterator[Problem]:
+    """Silent where the base's headers or the disk cannot be read: other rules have the word."""
+    profile = facts.profile
+    modules = adapted(profile.model.lora.targets, facts.denoiser_modules)
+    free = _free_bytes(local(profile.job.run_dir))
+    if not modules or free is None:
+        return
+    count, each = most_checkpoints(profile), checkpoint_bytes(modules, profile.model.lora.rank)
+    if facts.resolved.path is None:  # a run that goes on has what it keeps on the disk already
+        count = min(count, 2)
+    if count * each > free:
+        message = f"up to {count:,} checkpoints of {_mib(each)} are on the disk at once, and {profile.job.run_dir} "
+        help = "lower checkpoint.keep_last, raise checkpoint.keep_every, or set job.run_dir to another disk"
+        yield Problem("checkpoint.keep_last", f"{message}has {_mib(free)} free", help)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Free space where `folder` is, or would be made."""
+    try:
+        place = Path(os.path.abspath(folder))  # noqa: PTH100 - `..` is resolved by name, the folder need not exist
+        return shutil.disk_usage(next(p for p in (place, *place.parents) if exists(p))).free
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
 def _job_name(facts: Facts) -> Iterator[Problem]:
     name = facts.profile.job.name
     if name and (name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200):
@@ -44,5 +94,7 @@ RULES = (
     Rule(MISSING, "There is something to train on.", _missing),
     Rule(INVALID, "Every line is of the declared format.", _invalid),
     Rule("prompt-file-short", "The rows of one step are different rows.", _short),
+    Rule("prompt-duplicate", "A line that stands twice is trained on twice as often.", _duplicate, "warning"),
+    Rule("disk-space", "There is room for every checkpoint that is kept.", _disk),
     Rule("job-name", "The run's name is the name of its folder.", _job_name),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from nftctl.profile.rules.lora import targets
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 from nftctl.profile.t2i import T2I_PROFILES
 
@@ -71,24 +72,9 @@ def _contradicted(facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"{says} only false for {key}: its tokenizer knows no such words")
     for target in model.lora.targets:
         if not contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target):
-            message = f'{says} no LoRA target "{target}": no module of the denoiser ends in it'
-            yield Problem("model.lora.targets", message, _targets(facts))
+            yield Problem("model.lora.targets", f'{says} no LoRA target "{target}"', targets(facts))
     if not model.lora.targets:
-        yield Problem("model.lora.targets", f"{says} no empty list of LoRA targets", _targets(facts))
-
-
-def _lora_scope(facts: Facts) -> Iterator[Problem]:
-    if facts.contract is None:
-        return
-    for target in facts.profile.model.lora.targets:
-        if facts.contract.lora.touches_prompt_encoder(target):
-            message = f'LoRA target "{target}" selects a module of the prompt encoder, whose output is computed once'
-            yield Problem("model.lora.targets", message, _targets(facts))
-
-
-def _targets(facts: Facts) -> str:
-    names = facts.contract.lora.denoiser if facts.contract else ()
-    return f"the denoiser has {', '.join(name.removeprefix('layers.*.') for name in names)}"
+        yield Problem("model.lora.targets", f"{says} no empty list of LoRA targets", targets(facts))
 
 
 RULES = (
@@ -98,5 +84,4 @@ RULES = (
     Rule("rl-profile-missing", "An image run names the contract it is held to.", _missing),
     Rule("rl-profile-unknown", "An image run names a contract that exists.", _unknown),
     Rule("rl-profile-contradicted", "No value lies outside what the named contract allows.", _contradicted),
-    Rule("lora-touches-prompt-encoder", "An adapted prompt encoder would make its cached output stale.", _lora_scope),
 )

@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 
+TIME_FLOOR = 1e-3
+"""Continuous training times are kept this far from 0 and from 1 when they are drawn."""
+DELAYED_UNTIL = 75
+"""Optimizer step through which the `delayed` law keeps no old weights."""
+
+_LARGEST_SIGMA = 1 - 1e-6
 _MOST_SIGMAS = 10_000  # more than any contract allows; keeps a mistyped number of steps from costing time
 
 
@@ -28,6 +34,15 @@ def _cadence(facts: Facts) -> Iterator[Problem]:
     elif old.update_every % updates:
         message = f"{key} must be a multiple of rl.updates_per_rollout = {updates}, got {old.update_every}"
         yield Problem(key, message)
+
+
+def _flat(facts: Facts) -> Iterator[Problem]:
+    rl = facts.profile.rl
+    steps = (rl.max_steps or 0) * rl.updates_per_rollout
+    if rl.old.build_old and rl.old.decay == "delayed" and 0 < steps <= DELAYED_UNTIL:
+        message = f'rl.old.decay = "delayed" keeps no old weights until optimizer step {DELAYED_UNTIL}, '
+        message += f'and this run ends at {steps}: it is "copy" throughout'
+        yield Problem("rl.old.decay", message, 'raise rl.max_steps, or say what happens: rl.old.decay = "copy"')
 
 
 def _reference(facts: Facts) -> Iterator[Problem]:
@@ -56,6 +71,9 @@ def _timesteps(facts: Facts) -> Iterator[Problem]:
             message = f"rl.timesteps_per_sample = {rl.timesteps_per_sample} asks for more than the {there} sigmas "
             help = "raise rl.sample_steps, or widen rl.train_t_range" if there < rl.sample_steps else ""
             yield Problem("rl.timesteps_per_sample", message + "that the grid has, drawn without replacement", help)
+    elif not max(low, TIME_FLOOR) < min(high, 1 - TIME_FLOOR):
+        message = f"rl.train_t_range = [{low:g}, {high:g}] is empty once both ends are kept {TIME_FLOOR:g} from 0 and 1"
+        yield Problem("rl.train_t_range", message)
     if rl.timestep_source == "grid" and rl.uniform_timestep:
         message = 'rl.uniform_timestep excludes rl.timestep_source = "grid": timesteps follow one law'
         yield Problem("rl.uniform_timestep", message, 'rl.timestep_source = "continuous" draws uniformly')
@@ -67,7 +85,7 @@ def _sigmas(steps: int, shift: float) -> list[float]:
     Written as s u / (s u + (1 - u)), which is the same and has no zero below the line for any s > 0.
     """
     times = (1.0 - (1.0 - 1e-3) * i / steps for i in range(steps))
-    return [shift * u / (shift * u + (1.0 - u)) for u in times]
+    return [min(shift * u / (shift * u + (1.0 - u)), _LARGEST_SIGMA) for u in times]
 
 
 def _max_steps(facts: Facts) -> Iterator[Problem]:
@@ -110,6 +128,7 @@ RULES = (
     Rule("timestep-law", "Training timesteps follow one law, and the grid has enough of them.", _timesteps),
     Rule("max-steps-missing", "A run has an end.", _max_steps),
     Rule("optimizer-betas", "Moment decays lie in [0, 1).", _betas),
+    Rule("old-decay-flat", "A delayed law that never sets in is another law.", _flat, "warning"),
     Rule("guidance-zero", "Guidance 0 is unconditional, not off.", _guidance, "warning"),
     Rule("sigmoid-tau", "A small temperature multiplies the gradients of small advantages.", _tau, "warning"),
 )

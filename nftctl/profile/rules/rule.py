@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.profile.artifacts import Base, inspect_base
+from nftctl.profile.adapter import denoiser_modules
+from nftctl.profile.artifacts import Base, Weights, inspect_base, read_weights
 from nftctl.profile.load import Resolved
 from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
 from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
+
+Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Rule:
     code: str
     reason: str
     function: Callable[[Facts], Iterable[Problem]]
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class PromptFile:
     """A prompt file as read: its prompts, or what is wrong with it."""
 
     key: str
+    path: Path
     prompts: list[Prompt]
     findings: list[Finding]
 
@@ -70,6 +75,16 @@ class Facts:
         return inspect_base(self.profile.rl.init_from)
 
     @cached_property
+    def weights(self) -> Weights:
+        """The base's transformer by its headers; empty, without a reason, where there is no diffusers folder."""
+        return read_weights(self.base.folder / "transformer") if self.base.kind == "diffusers" else Weights()
+
+    @cached_property
+    def denoiser_modules(self) -> dict[str, tuple[int, int]]:
+        """Linear modules of the base's denoiser, name -> (out, in); empty where they cannot be known."""
+        return denoiser_modules(self.weights.shapes, self.contract.lora) if self.contract else {}
+
+    @cached_property
     def prompt_files(self) -> list[PromptFile]:
         """The training prompts and, if there are any, the evaluation prompts."""
         files = []
@@ -81,7 +96,8 @@ class Facts:
 
 
 def _read(key: str, value: str, split: Literal["train", "test"]) -> PromptFile:
+    path = resolve_prompt_file(value, split)
     try:
-        return PromptFile(key, read_prompts(resolve_prompt_file(value, split)), [])
+        return PromptFile(key, path, read_prompts(path), [])
     except ProfileRefused as refused:
-        return PromptFile(key, [], refused.findings)
+        return PromptFile(key, path, [], refused.findings)
