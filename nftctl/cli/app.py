@@ -144,6 +144,9 @@ def launch(
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of all runs; sets job.run_dir.")
     ] = None,
     sets: SetOption = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on with the run of this name if it has a checkpoint.")
+    ] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -153,7 +156,8 @@ def launch(
     from nftctl.cli.job import launch as command
 
     flags = {"rl.max_steps": steps, "job.name": name, "job.run_dir": None if run_dir is None else str(run_dir)}
-    command(Console(json=json, quiet=quiet), profile, sets or [], flags, dry_run=dry_run)
+    console = Console(json=json, quiet=quiet)
+    command(console, profile, sets or [], flags, dry_run=dry_run, auto_resume=auto_resume)
 
 
 @app.command(
@@ -169,6 +173,10 @@ def resume(
         typer.Option("--steps", min=1, metavar="TOTAL", help="Rollouts in total since the run's birth."),
     ] = None,
     sets: SetOption = None,
+    fork: Annotated[
+        str | None,
+        typer.Option("--fork", metavar="NAME", help="Begin a new run from this checkpoint; the profile may change."),
+    ] = None,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -177,7 +185,7 @@ def resume(
     from nftctl.cli.console import Console
     from nftctl.cli.job import resume as command
 
-    command(Console(json=json, quiet=quiet), checkpoint, steps, sets or [], dry_run=dry_run)
+    command(Console(json=json, quiet=quiet), checkpoint, steps, sets or [], dry_run=dry_run, fork=fork)
 
 
 @app.command(

@@ -18,35 +18,76 @@ from nftctl.cli.console import Console, table
 from nftctl.cli.progress import reporter_for
 from nftctl.cli.signals import StopSignals
 from nftctl.cli.validate import load_checked
-from nftctl.errors import ExitCode, Finding
+from nftctl.errors import ExitCode, Finding, UsageRefused
 
 if TYPE_CHECKING:
     from nftctl.engine.plan import JobPlan
+    from nftctl.profile.load import Resolved
 
 STOP_CODES = {"SIGINT": ExitCode.SIGINT, "SIGTERM": ExitCode.SIGTERM}
 
 
 def launch(
-    console: Console, argument: str | None, sets: Sequence[str], flags: Mapping[str, object], *, dry_run: bool
+    console: Console,
+    argument: str | None,
+    sets: Sequence[str],
+    flags: Mapping[str, object],
+    *,
+    dry_run: bool,
+    auto_resume: bool = False,
 ) -> None:
-    """Start a run from a profile."""
+    """Start a run from a profile; with `auto_resume`, go on with it when it has a checkpoint."""
     resolved, warnings = load_checked(console, argument, sets, flags)
     from nftctl.engine.plan import plan_launch
     from nftctl.run.directory import refuse_used
 
+    if auto_resume:
+        plan = _continued(console, resolved, dry_run=dry_run)
+        if plan is not None:
+            _go_on(console, "launch", plan, warnings, dry_run=dry_run)
+            return
     plan = plan_launch(resolved, argv=sys.argv)
-    refuse_used(plan.run_path)
+    if not auto_resume:
+        refuse_used(plan.run_path)
     if dry_run:
         _print_plan(console, "launch", plan, warnings)
     else:
         _run(console, "launch", plan, warnings)
 
 
-def resume(console: Console, target: str, steps: int | None, sets: Sequence[str], *, dry_run: bool) -> None:
+def _continued(console: Console, resolved: Resolved, *, dry_run: bool) -> JobPlan | None:
+    """The plan that goes on with the run of the profile's name, None when it never had a checkpoint.
+
+    A profile that would make it another run is refused like any resume, and so is a damaged newest checkpoint.
+    """
+    from nftctl.engine.plan import plan_resume
+    from nftctl.run.checkpoints import list_steps
+    from nftctl.run.directory import RunDirectory, find_checkpoint
+
+    job = resolved.profile.job
+    if not job.name:
+        raise UsageRefused("--auto-resume needs a run name to look for", hint="add --name NAME, or set job.name")
+    path = Path(job.run_dir).expanduser() / job.name
+    if not path.exists():
+        console.say(f"{path} does not exist: a fresh start")
+        return None
+    run = RunDirectory.open(path)
+    with run.lock():
+        if not list_steps(run.checkpoints):
+            kept = "" if dry_run else f"; what it left is now {run.retire()}"
+            console.say(f"{path} never had a complete checkpoint: a fresh start{kept}")
+            return None
+        run, checkpoint = find_checkpoint(str(path), path.parent)
+        return plan_resume(run, checkpoint, resolved, steps=resolved.profile.rl.max_steps, argv=sys.argv)
+
+
+def resume(
+    console: Console, target: str, steps: int | None, sets: Sequence[str], *, dry_run: bool, fork: str | None = None
+) -> None:
     """Go on with a run. Reads only, until the checkpoint, the profile and the identity have been accepted."""
     from nftctl.profile.load import load_resolved
     from nftctl.profile.preflight import refuse_if_wrong
-    from nftctl.run.directory import find_checkpoint
+    from nftctl.run.directory import find_checkpoint, refuse_used
 
     run, checkpoint = find_checkpoint(target, runs_folder())
     with run.lock():
@@ -60,16 +101,25 @@ def resume(console: Console, target: str, steps: int | None, sets: Sequence[str]
         )
         warnings = refuse_if_wrong(resolved)
         console.findings(warnings)
-        from nftctl.engine.plan import plan_resume
+        from nftctl.engine.plan import plan_fork, plan_resume
 
-        plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv)
+        if fork is None:
+            plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv)
+        else:
+            plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv)
+            refuse_used(plan.run_path)
+    _go_on(console, "resume", plan, warnings, dry_run=dry_run)
+
+
+def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding], *, dry_run: bool) -> None:
     if plan.nothing_to_do:
         _say_nothing_to_do(console, plan, warnings)
     elif dry_run:
-        _print_plan(console, "resume", plan, warnings)
+        _print_plan(console, command, plan, warnings)
     else:
-        console.say(f"resuming {checkpoint}: steps {plan.state.step} -> {plan.total_steps}")
-        _run(console, "resume", plan, warnings)
+        word = "forking" if plan.parent else "resuming"
+        console.say(f"{word} {plan.resume_from}: steps {plan.state.step} -> {plan.total_steps}")
+        _run(console, command, plan, warnings)
 
 
 def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding]) -> None:

@@ -23,7 +23,7 @@ from nftctl.engine.saving import Checkpoints
 from nftctl.engine.worker import WorkerSpec
 from nftctl.errors import RewardFailed, TrainingFailed
 from nftctl.run.canonical import pretty_bytes
-from nftctl.run.checkpoints import discard_partials
+from nftctl.run.checkpoints import discard_partials, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write
 from nftctl.run.state import RunState
 
@@ -48,8 +48,9 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
     with run.lock(), contextlib.ExitStack() as stack:
         # Forgotten at the end and not at the start: a signal may already be there.
         stack.callback(request_stop, 0)
-        if plan.resume_from:
+        if plan.continues:
             discard_partials(run.checkpoints)
+            set_aside_newer(run.checkpoints, plan.state.step)
             atomic_write(run.run_json, pretty_bytes(run.read_record() | {"total_steps": plan.total_steps}))
         logs = run.new_attempt()
         embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
@@ -67,7 +68,7 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
 
 
 def _open_folder(plan: JobPlan) -> RunDirectory:
-    if plan.resume_from:
+    if plan.continues:
         return RunDirectory.open(plan.run_path)
     return RunDirectory.create(
         plan.run_path.parent,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from nftctl.profile.schema import Profile, Provider
 from nftctl.profile.t2i import T2I_PROFILES
 from nftctl.reward.scorers import scorer_revision
 from nftctl.run import hashing, identity
+from nftctl.run.checkpoints import list_steps
 from nftctl.run.directory import RunDirectory
 from nftctl.run.manifest import Manifest, read_manifest, verify
 from nftctl.run.state import RunState
@@ -31,6 +32,7 @@ class JobPlan:
 
     state         where it begins; all zeros for a fresh run
     resume_from   the checkpoint folder, or None
+    parent        where a fork came from, empty for every other run: run, run_id, checkpoint, step, changed values
     revisions     provider name -> the revision every reply must carry
     """
 
@@ -53,6 +55,7 @@ class JobPlan:
     identity_hash: str
     seed_contract: dict[str, object]
     argv: list[str] = field(default_factory=list)
+    parent: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nothing_to_do(self) -> bool:
@@ -79,6 +82,7 @@ class JobPlan:
             ],
             "checkpoint_every": self.profile.checkpoint.every,
             "identity": self.identity_hash,
+            **({"parent": self.parent} if self.parent else {}),
         }
 
     def record(self) -> dict[str, Any]:
@@ -93,7 +97,13 @@ class JobPlan:
             "reward_revisions": self.revisions,
             "total_steps": self.total_steps,
             "argv": self.argv,
+            **({"parent": self.parent} if self.parent else {}),
         }
+
+    @property
+    def continues(self) -> bool:
+        """True for a run that goes on in its own folder."""
+        return self.resume_from is not None and not self.parent
 
 
 def required_revision(provider: Provider) -> str:
@@ -187,13 +197,8 @@ def plan_resume(
     Raises, in this order: CheckpointUnusable (damaged or incomplete), ResumeRefused (seed contract, then the rest of
     the identity, then the rank count), RewardFailed (another revision of a packaged scorer).
     """
-    faults = verify(checkpoint)
-    if faults:
-        raise CheckpointUnusable(
-            f"{checkpoint} is damaged: " + "; ".join(faults),
-            hint="choose another step folder; this one was not touched",
-        )
-    manifest = read_manifest(checkpoint)
+    manifest = _whole(checkpoint)
+    _refuse_second_history(run, manifest.step)
     total = steps if steps is not None else _stored_total(run)
     plan = _build(
         resolved,
@@ -207,6 +212,63 @@ def plan_resume(
     _refuse_changes(manifest, plan)
     refuse_other_scorers(plan.profile)
     return plan
+
+
+def plan_fork(
+    run: RunDirectory,
+    checkpoint: Path,
+    resolved: Resolved,
+    name: str,
+    *,
+    steps: int | None = None,
+    argv: Sequence[str] = (),
+) -> JobPlan:
+    """The plan of a new run `name` beside `run` that begins with the state of `checkpoint`; the profile may differ.
+
+    What differs is recorded as the new run's parent. Raises CheckpointUnusable for a damaged checkpoint.
+    """
+    manifest = _whole(checkpoint)
+    plan = _build(
+        resolved,
+        run_path=run.path.parent / name,
+        run_id=secrets.token_hex(8),
+        total=steps if steps is not None else _stored_total(run),
+        argv=argv,
+        state=manifest.run_state,
+        resume_from=checkpoint,
+    )
+    refuse_other_scorers(plan.profile)
+    changed = identity.differences(manifest.identity, plan.identity)
+    parent = {
+        "run": str(run.path),
+        "run_id": manifest.run_id,
+        "checkpoint": str(checkpoint),
+        "step": manifest.step,
+        "identity": manifest.identity_hash,
+        "changed": [{"key": d.key, "was": d.was, "now": d.now} for d in changed],
+    }
+    return replace(plan, parent=parent)
+
+
+def _whole(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose every byte is the one that was written."""
+    faults = verify(checkpoint)
+    if faults:
+        raise CheckpointUnusable(
+            f"{checkpoint} is damaged: " + "; ".join(faults),
+            hint="choose another step folder; this one was not touched",
+        )
+    return read_manifest(checkpoint)
+
+
+def _refuse_second_history(run: RunDirectory, step: int) -> None:
+    """Refuse to go on from the middle of a run: its newer checkpoints would belong to another history."""
+    newer = [path for other, path in list_steps(run.checkpoints) if other > step and not verify(path)]
+    if newer:
+        raise CheckpointUnusable(
+            f"{run.path} has gone on to {newer[-1].name}; resuming step {step} would give it two histories",
+            hint=f"resume the newest: nftctl resume {run.path}; or begin a new run from step {step}: add --fork NAME",
+        )
 
 
 def _stored_total(run: RunDirectory) -> int:
@@ -231,7 +293,7 @@ def _refuse_changes(manifest: Manifest, plan: JobPlan) -> None:
     raise ResumeRefused(
         f"{plan.resume_from}: {what} changed; continuing would be a different run",
         found,
-        hint="undo the change, or start a new run with `nftctl launch`",
+        hint="undo the change; or begin a new run from this checkpoint: add --fork NAME",
     )
 
 

@@ -53,6 +53,18 @@ def discard_partials(checkpoints: Path) -> list[Path]:
     return gone
 
 
+def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
+    """Give checkpoints beyond `step` a name that no command takes for one. For damaged ones that a resume went behind:
+    nothing is deleted, and the run's newest checkpoint is again the one it goes on from."""
+    moved = []
+    for number, path in list_steps(checkpoints):
+        if number > step:
+            target = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
+    return moved
+
+
 def prune(checkpoints: Path, keep_last: int, keep_every: int) -> list[Path]:
     """Remove old checkpoints and return them. Call it when the newest one is durable.
 

@@ -137,6 +137,14 @@ class RunDirectory:
         finally:
             lock.release()
 
+    def retire(self) -> Path:
+        """Move a run that never had a checkpoint out of the way, whole: `<name>.unsaved-1`. Call it under the lock."""
+        numbers = range(1, 10_000)
+        target = next(p for n in numbers if not (p := self.path.with_name(f"{self.name}.unsaved-{n}")).exists())
+        self.path.rename(target)
+        sync_folder(target.parent)
+        return target
+
     def new_attempt(self) -> Path:
         """A fresh folder for the logs of this launch or resume; `logs/latest` points at it."""
         self.logs.mkdir(exist_ok=True)

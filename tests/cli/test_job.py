@@ -10,11 +10,11 @@ import pytest
 from nftctl.cli.job import closing_words
 from nftctl.engine.plan import plan_launch
 from nftctl.profile.load import bundled_profiles, load_profile
-from nftctl.run.checkpoints import partial_folder, step_name
+from nftctl.run.checkpoints import partial_folder, set_aside_newer, step_name
 from nftctl.run.directory import RunDirectory
 from nftctl.run.manifest import Manifest, commit, write_manifest
 from nftctl.run.state import RunState
-from tests.run.make import safetensors_bytes, snapshot
+from tests.run.make import make_run, safetensors_bytes, snapshot, write_checkpoint
 
 from .program import nftctl, the_object
 
@@ -182,3 +182,83 @@ def test_closing_words_of_a_stopped_run() -> None:
     assert "by SIGINT after step 12 of 150" in words
     assert "nftctl resume runs/first --steps 150" in words
     assert "training reward  0.500 -> 0.900" in words
+
+
+def test_auto_resume_starts_fresh_only_where_there_was_never_a_checkpoint(tmp_path: Path) -> None:
+    arguments = ("launch", "--auto-resume", "--name", "first", "--run-dir", str(tmp_path), "--steps", "9", "--dry-run")
+    answer = nftctl(*arguments, "--json", cwd=tmp_path)
+    assert "a fresh start" in answer.stderr
+    assert the_object(answer)["plan"]["steps"] == {"from": 0, "to": 9}
+    run = make_resumable(tmp_path)
+    answer = nftctl(*arguments, "--json", cwd=tmp_path)
+    assert the_object(answer)["plan"]["steps"] == {"from": 2, "to": 9}
+    # A damaged newest checkpoint is not a reason to begin again.
+    (run.checkpoints / step_name(2) / "state" / "shard-00001.safetensors").unlink()
+    before = snapshot(tmp_path)
+    answer = nftctl(*arguments, cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "shard-00001" in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_auto_resume_refuses_a_profile_that_is_another_run(tmp_path: Path) -> None:
+    make_resumable(tmp_path)
+    before = snapshot(tmp_path)
+    arguments = ("--auto-resume", "--name", "first", "--run-dir", str(tmp_path), "--steps", "9")
+    answer = nftctl("launch", *arguments, "--set", "rl.beta=2.0", cwd=tmp_path)
+    assert answer.returncode == 6
+    assert "rl.beta" in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_auto_resume_needs_a_name(tmp_path: Path) -> None:
+    answer = nftctl("launch", "--auto-resume", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "--name" in answer.stderr
+
+
+def test_a_run_that_never_saved_is_moved_aside_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "first")
+    kept = snapshot(run.path)
+    moved = run.retire()
+    assert moved.name == "first.unsaved-1"
+    assert snapshot(moved) == kept
+
+
+def test_a_fork_is_a_new_run_with_its_parent_recorded(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    target = (
+        "resume",
+        str(run.path),
+        "--fork",
+        "second",
+        "--steps",
+        "9",
+        "--set",
+        "rl.beta=2.0",
+        "--dry-run",
+        "--json",
+    )
+    plan = the_object(nftctl(*target, cwd=tmp_path))["plan"]
+    assert plan["run"] == str(tmp_path / "second")
+    assert plan["steps"] == {"from": 2, "to": 9}
+    assert plan["parent"]["step"] == 2
+    assert plan["parent"]["changed"] == [{"key": "rl.beta", "was": 1.0, "now": 2.0}]
+    taken = nftctl("resume", str(run.path), "--fork", "first", "--steps", "9", cwd=tmp_path)
+    assert taken.returncode == 5
+
+
+def test_a_run_gets_no_second_history(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    older = run.checkpoints / step_name(2)
+    write_checkpoint(run.checkpoints, 4)
+    before = snapshot(tmp_path)
+    answer = nftctl("resume", str(older), "--steps", "9", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "--fork" in answer.stderr
+    assert snapshot(tmp_path) == before
+    # With the newer one damaged, the older one is what there is; the damaged one is kept under another name.
+    next((run.checkpoints / step_name(4) / "state").iterdir()).unlink()
+    assert nftctl("resume", str(older), "--steps", "9", "--dry-run", cwd=tmp_path).returncode == 0
+    set_aside_newer(run.checkpoints, 2)
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["damaged-step_000004", "latest", "step_000002"]

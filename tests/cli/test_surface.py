@@ -14,9 +14,12 @@ from .program import nftctl, the_object
 
 SURFACE = {
     "": (["--install-completion", "--json", "--show-completion", "--version"], []),
-    "validate": (["--json", "--rules", "--set", "--show-resolved"], ["PROFILE"]),
-    "launch": (["--dry-run", "--json", "--name", "--quiet", "--run-dir", "--set", "--steps", "-q"], ["PROFILE"]),
-    "resume": (["--dry-run", "--json", "--quiet", "--set", "--steps", "-q"], ["CHECKPOINT"]),
+    "validate": (["--json", "--memory", "--online", "--rules", "--set", "--show-resolved"], ["PROFILE"]),
+    "launch": (
+        ["--auto-resume", "--dry-run", "--json", "--name", "--quiet", "--run-dir", "--set", "--steps", "-q"],
+        ["PROFILE"],
+    ),
+    "resume": (["--dry-run", "--fork", "--json", "--quiet", "--set", "--steps", "-q"], ["CHECKPOINT"]),
     "inspect-checkpoint": (["--json", "--tensors", "--verify"], ["CHECKPOINT"]),
     "reward-ping": (["--count", "--json", "--revision", "--timeout", "--url"], ["PROFILE"]),
     "reward-serve": (["--host", "--port", "--revision", "--scorer"], []),
@@ -143,8 +146,9 @@ def test_usage_errors_say_what_to_try(tmp_path: Path, arguments: tuple[str, ...]
 
 ALWAYS = ["schema_version", "command", "ok", "exit_code", "diagnostics"]
 KEYS = {
-    ("validate",): ["profile", "prompts"],
-    ("validate", "--show-resolved"): ["profile", "prompts", "resolved"],
+    ("validate",): ["profile", "prompts", "memory"],
+    ("validate", "--show-resolved"): ["profile", "prompts", "memory", "resolved"],
+    ("validate", "--online"): ["profile", "prompts", "memory", "online"],
     ("validate", "--rules"): ["rules"],
     ("launch", "--dry-run"): ["dry_run", "plan"],
     ("launch", "--set", "nonsense"): ["error"],
@@ -160,13 +164,15 @@ KEYS = {
 NESTED = {
     ("validate", "profile"): ["name", "path"],
     ("validate", "prompts"): ["path", "count", "sha256"],
+    ("validate", "memory"): ["ranks", "always_bytes", "peak_bytes", "parts", "not_counted"],
+    ("validate --online", "online"): ["rewards", "ray", "gpus"],
     ("profiles tiny_t2i_cpu", "profile"): ["name", "description", "path", "text"],
     ("profiles", "profiles"): ["name", "description"],
-    ("validate --rules", "rules"): ["code", "reason"],
+    ("validate --rules", "rules"): ["code", "severity", "online", "reason"],
     ("launch --set nonsense", "error"): ["message", "hint"],
     ("launch --dry-run", "plan"): [
-        "profile", "run", "resume_from", "steps", "ranks", "device", "base", "prompts", "rows_per_step",
-        "samples_per_step", "reward", "checkpoint_every", "identity",
+        "profile", "run", "resume_from", "steps", "ranks", "device", "rows_per_step", "samples_per_step", "base",
+        "prompts", "reward", "checkpoint_every", "identity",
     ],
 }  # fmt: skip
 """Command line and key -> keys of the object there, or of each object of the list there."""

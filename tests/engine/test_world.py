@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nftctl.engine.loop import run_job
-from nftctl.engine.plan import plan_launch, plan_resume
+from nftctl.engine.plan import plan_fork, plan_launch, plan_resume
 from nftctl.errors import ResumeRefused
 from nftctl.run.directory import find_checkpoint
 from tests.engine.one_process import OneProcess
@@ -253,3 +253,75 @@ def test_resume_refuses_another_run(launch: Launch, tiny: Any, tmp_path: Path, k
         plan_resume(run, checkpoint, tiny(2, (key,)), steps=2)
     assert [d.key for d in refused.value.differences] == [shown]
     assert sorted((p, p.stat().st_mtime_ns) for p in Path(summary["run"]).rglob("*")) == before
+
+
+def test_no_global_generator_is_consulted_in_a_step(world4: Any, launch: Launch) -> None:
+    """Two runs of two steps, the second with every global generator reseeded before each stage: the same bits."""
+    _, rows = launch(2)
+
+    stages = (
+        ("rollout", "sample"),
+        ("policy", "prepare"),
+        ("reward", "collect"),
+        ("replay", "commit"),
+        ("policy", "train"),
+    )
+
+    def disturb(worker: Any) -> None:
+        import random
+
+        import numpy as np
+
+        def states() -> tuple[Any, ...]:
+            return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+        def around(owner: type, name: str) -> None:
+            stage = getattr(owner, name)
+
+            def disturbed(self: Any, *args: Any) -> Any:
+                worker.stirs += 1
+                torch.manual_seed(worker.stirs)
+                np.random.seed(worker.stirs)
+                random.seed(worker.stirs)
+                before = states()
+                answer = stage(self, *args)
+                assert states() == before, name
+                return answer
+
+            disturbed.undisturbed = stage  # type: ignore[attr-defined]
+            setattr(owner, name, disturbed)
+
+        worker.stirs = 0
+        for role, name in stages:
+            around(type(getattr(worker.roles, role)), name)
+
+    def undisturb(worker: Any) -> int:
+        for role, name in stages:
+            owner = type(getattr(worker.roles, role))
+            setattr(owner, name, getattr(owner, name).undisturbed)
+        return worker.stirs
+
+    world4.call("apply", disturb)
+    try:
+        _, disturbed = launch(2)
+    finally:
+        stirs = world4.call("apply", undisturb)
+    assert stirs == [2 * 5] * 4
+    assert [promised(row) for row in disturbed] == [promised(row) for row in rows]
+
+
+def test_a_fork_goes_on_from_its_parent_with_another_profile(
+    launch: Launch, world4: Any, tiny: Any, reporter: Any, tmp_path: Path
+) -> None:
+    parent, _ = launch(2)
+    run, checkpoint = find_checkpoint(parent["run"], tmp_path)
+    plan = plan_fork(run, checkpoint, tiny(2, ("optimizer.lr=1e-4", "rl.seed=9")), "child", steps=3)
+    child = run_job(plan, reporter, world4)
+    record = orjson.loads((tmp_path / "child" / "run.json").read_bytes())
+    assert child["steps"] == {"from": 2, "to": 3, "total": 3}
+    assert [row["step"] for row in rows_of(child)] == [3]
+    assert record["parent"]["run_id"] == orjson.loads((tmp_path / "run0" / "run.json").read_bytes())["run_id"]
+    assert {d["key"] for d in record["parent"]["changed"]} == {"optimizer.lr", "rl.seed"}
+    before, after = tensors_of(checkpoint), tensors_of(Path(child["checkpoint"]))
+    assert set(before) == set(after)
+    assert before != after
