@@ -75,8 +75,8 @@ def _look_around(console: Console, resolved: Resolved, warnings: Sequence[Findin
         return
     only_rewards = all(finding.code.startswith("reward-") for finding in findings)
     code = ExitCode.REWARD if only_rewards else ExitCode.PROFILE
-    message = f"{resolved.name} is valid, but {len(findings)} of its surroundings "
-    message += "is not as it needs them" if len(findings) == 1 else "are not as it needs them"
+    checks = "1 check" if len(findings) == 1 else f"{len(findings)} checks"
+    message = f"{resolved.name} is valid, and {checks} of what is around it failed"
     console.findings(findings)
     console.error(message)
     error = {"message": message, "hint": ""}
@@ -134,8 +134,15 @@ def memory_lines(memory: Mapping[str, Any] | None, *, whole: bool) -> list[str]:
         named = ", ".join(f"{part['name']} {in_mib(part['bytes'])}" for part in largest)
         return [f"{head}, most of it {named} (--memory)"]
     rows = [
-        (f"  {part['name']}", f"{'~' if part['rough'] else ' '}{in_mib(part['bytes'])}", part["when"], part["how"])
+        (
+            f"  {part['name']}",
+            in_mib(part["bytes"]).rjust(12),
+            "about" if part["rough"] else "",
+            part["when"],
+            part["how"],
+        )
         for part in memory["parts"]
+        if part["bytes"]
     ]
     return [head, *table(rows), f"  not counted: {memory['not_counted']}"]
 

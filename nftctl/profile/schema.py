@@ -207,16 +207,21 @@ class Provider(Section):
     """Label in metrics, messages and identity."""
     kind: Literal["http", "embedded"] = "http"
     """A running service, or a packaged scorer that the run starts and stops itself."""
-    protocol: Literal["nftctl-reward/1"] = "nftctl-reward/1"
+    protocol: Literal["nftctl-reward/1", "cosmos-rl"] = "nftctl-reward/1"
     """Wire protocol of an http provider."""
     url: str = ""
-    """Base URL of an http provider."""
+    """Base URL of an http provider, without the protocol's own path."""
     revision: str = ""
-    """Pinned revision; required for http, and equal to what the service declares."""
+    """Pinned revision; required for http, and equal to what the service declares. A `cosmos-rl` service declares none:
+    there it is the operator's word for what runs behind the URL, recorded but never compared."""
+    reward_fn: str = ""
+    """`cosmos-rl`: the reward function that the service is to run, such as `hpsv3`; empty: `name`."""
+    score_key: str = ""
+    """`cosmos-rl`: the key of the answer that is the score, such as `ocr_reward`; `a+b` is a sum; empty: `name`."""
     scorer: str = ""
     """Name of the packaged scorer of an embedded provider."""
     weight: float = 1.0
-    """Weight of the score in the reward; 0 is logged only."""
+    """Weight of the score in the reward; 0 is logged only, and yet `reward.on_failure` holds for it."""
     scale: Positive = 1.0
     """Factor on the score before clip and weight."""
     clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -229,8 +234,12 @@ class Reward(Section):
     """Scoring and what happens when it fails."""
 
     providers: list[Provider] = []
+    aggregation: Literal["sum", "gdpo"] = "sum"
+    """How several providers become one advantage: `sum` adds weighted scores and normalises the sum; `gdpo` normalises
+    each score within its group, adds them by weight, and normalises over the step, for scores of unlike scale."""
     on_failure: Literal["fail", "drop-group"] = "fail"
-    """`fail` ends the run; `drop-group` leaves the row's group out, by collective decision."""
+    """`fail` ends the run; `drop-group` leaves the row's group out, by collective decision. Either holds for every
+    provider, whatever its weight."""
     max_dropped_groups: Count = 1
     """Groups that may be dropped in one step before the run fails all the same."""
     deadline_s: Positive = 60.0
@@ -243,8 +252,11 @@ class Reward(Section):
     """Attempts after the first on transport errors, 408, 425, 429 and 5xx, inside the deadline."""
     max_items_per_request: Count = 16
     """Images per request; the service's own limit also holds."""
-    encoding: Literal["png", "raw"] = "png"
-    """Image encoding on the wire."""
+    encoding: Literal["png", "jpeg", "raw"] = "png"
+    """Image encoding on the wire of `nftctl-reward/1`. `jpeg` is smaller and faster than `png`, and lossy: scorers see
+    its artefacts, and the policy learns to please them."""
+    jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
+    """Quality of `encoding = "jpeg"`, at full colour resolution."""
 
 
 class Optimizer(Section):

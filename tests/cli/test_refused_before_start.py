@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-from tests.profile.conftest import COMPLETE, PROVIDER, REMOVED, toml_of, write_base
+from nftctl.profile.preflight import RULES
+from tests.profile.conftest import COMPLETE, PROVIDER, REMOVED, toml_of, write_place
 from tests.profile.test_preflight import ALONE, ALONE_IN_PROVIDER
 from tests.run.make import snapshot
 
 from .program import HEAVY, python
 from .test_job import make_resumable
 
-WARNINGS = {"guidance-zero", "sigmoid-tau", "disk-space"}
+WARNINGS = {rule.code for rule in RULES if rule.severity == "warning"}
 
 PROGRAM = """
 import contextlib, io, json, os, sys
@@ -39,21 +39,8 @@ def run_all(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
     return [(code, err) for code, err in document["answers"]]
 
 
-def place(folder: Path) -> None:
-    write_base(folder / "base")
-    (folder / "prompts.txt").write_text("".join(f"prompt {n}\n" for n in range(8)))
-    shutil.copytree(folder / "base", folder / "bare")
-    shutil.rmtree(folder / "bare" / "vae")
-    shutil.rmtree(folder / "bare" / "tokenizer")
-    shutil.copytree(folder / "base", folder / "other")
-    (folder / "other" / "transformer" / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
-    (folder / "dcp").mkdir()
-    (folder / "dcp" / ".metadata").write_bytes(b"\x80")
-    (folder / "prompts.csv").write_text("a\n")
-
-
 def test_launch_is_refused_by_every_rule(tmp_path: Path) -> None:
-    place(tmp_path)
+    write_place(tmp_path)
     cases = [(code, changes, [PROVIDER]) for code, _, changes in ALONE if code not in WARNINGS]
     cases += [(code, {}, providers) for code, _, providers in ALONE_IN_PROVIDER]
     for i, (_, changes, providers) in enumerate(cases):
@@ -67,7 +54,7 @@ def test_launch_is_refused_by_every_rule(tmp_path: Path) -> None:
 
 
 def test_resume_is_refused_by_every_rule_that_a_set_can_break(tmp_path: Path) -> None:
-    place(tmp_path)
+    write_place(tmp_path)
     make_resumable(tmp_path)
     cases = [
         (code, [f"{key}={json.dumps(value)}" for key, value in changes.items()])

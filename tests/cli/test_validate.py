@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from nftctl.profile.load import bundled_profiles
 from nftctl.profile.prompts import resolve_prompt_file
+from tests.profile.conftest import COMPLETE, PROVIDER, toml_of, write_place
 
 from .program import nftctl, the_object
 
@@ -19,7 +21,11 @@ def test_the_default_is_named_on_stderr_and_accepted(tmp_path: Path) -> None:
     assert "tiny_t2i_cpu" in answer.stderr
     digest = hashlib.sha256(PROMPTS.read_bytes()).hexdigest()
     count = len(PROMPTS.read_text().splitlines())
-    assert answer.stdout == f"tiny_t2i_cpu: valid; {count} prompts, sha256 {digest[:12]}\n"
+    verdict, memory = answer.stdout.splitlines()
+    assert verdict == f"tiny_t2i_cpu: valid; {count} prompts, sha256 {digest[:12]}"
+    assert re.fullmatch(
+        r"memory per rank: about [0-9.]+ MiB at the peak, most of it activations .* \(--memory\)", memory
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,16 +60,50 @@ def test_every_value_has_its_origin(tmp_path: Path) -> None:
     assert values["reward.providers.0.scorer"]["value"] == "tiny_digits"
     shown = nftctl(*arguments, cwd=tmp_path, env=env).stdout.splitlines()
     assert [line.split() for line in shown if line.startswith("rl.beta ")] == [["rl.beta", "0.5", "mine.toml:3:1"]]
-    assert len(shown) == 1 + len(values)
+    assert len(shown) == 2 + len(values)
 
 
 def test_the_rules_are_listed_with_their_reasons(tmp_path: Path) -> None:
     from nftctl.profile.preflight import RULES
 
     rules = the_object(nftctl("validate", "--rules", "--json", cwd=tmp_path))["rules"]
-    assert [rule["code"] for rule in rules] == [rule.code for rule in RULES]
+    assert [rule["code"] for rule in rules if not rule["online"]] == [rule.code for rule in RULES]
+    assert [rule["code"] for rule in rules if rule["online"]] == [
+        "reward-unreachable", "reward-revision-differs", "ray-unreachable", "gpus-too-few",
+    ]  # fmt: skip
+    warnings = {rule["code"] for rule in rules if rule["severity"] == "warning"}
+    assert warnings == {rule.code for rule in RULES if rule.severity == "warning"}
+    assert {"old-decay-flat", "guidance-zero", "sigmoid-tau", "prompt-duplicate"} <= warnings
     assert all(rule["reason"] for rule in rules)
-    assert "grid-backend" in nftctl("validate", "--rules", cwd=tmp_path).stdout
+    lines = nftctl("validate", "--rules", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [rule["code"] for rule in rules]
+    assert [line.split()[1] for line in lines if "guidance" in line] == ["warns"]
+    assert [line.split()[1] for line in lines if "GPU for every rank" in line] == ["--online"]
+
+
+def test_memory_is_listed_part_by_part_and_adds_up(tmp_path: Path) -> None:
+    memory = the_object(nftctl("validate", "--json", cwd=tmp_path))["memory"]
+    sizes = {part["name"]: part["bytes"] for part in memory["parts"]}
+    assert list(sizes) == [
+        "base shard", "gathered base", "prompt encoder", "prompt cache", "LoRA", "gradients", "optimizer",
+        "activations", "latents", "decoder", "decode",
+    ]  # fmt: skip
+    during = {when: sum(p["bytes"] for p in memory["parts"] if p["when"] == when) for when in ("rollout", "training")}
+    assert memory["always_bytes"] == sum(sizes.values()) - sum(during.values())
+    assert memory["peak_bytes"] == memory["always_bytes"] + max(during.values())
+    assert memory["ranks"] == 4
+    lines = nftctl("validate", "--memory", cwd=tmp_path).stdout.splitlines()
+    shown = {line[2:].split("  ")[0] for line in lines[2:-1]}
+    assert shown == {name for name, size in sizes.items() if size}
+    assert lines[-1].startswith("  not counted: CUDA context")
+
+
+def test_a_base_that_does_not_say_its_geometry_is_not_estimated(tmp_path: Path) -> None:
+    write_place(tmp_path)
+    (tmp_path / "base" / "transformer" / "config.json").write_text("{}")
+    (tmp_path / "p.toml").write_text(toml_of(COMPLETE, [PROVIDER]))
+    assert the_object(nftctl("validate", "p.toml", "--json", cwd=tmp_path))["memory"] is None
+    assert "memory: not estimated" in nftctl("validate", "p.toml", "--memory", cwd=tmp_path).stdout
 
 
 def test_a_profile_from_standard_input(tmp_path: Path) -> None:

@@ -80,6 +80,51 @@ def unknown_keys(document: dict[str, object]) -> list[str]:
     return walk({key: value for key, value in document.items() if key != "extends"}, known, "")
 
 
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    """The tiny profile after one to three accidents: a key dropped, renamed, retyped or doubled, bytes overwritten."""
+    lines = list(LINES)
+    for _ in range(draw(st.integers(1, 3))):
+        number = draw(st.sampled_from([n for n, line in enumerate(lines) if "=" in line.split("#")[0]]))
+        key, value = lines[number].split("=", 1)
+        match draw(st.sampled_from(["drop", "rename", "retype", "double", "move"])):
+            case "drop":
+                lines[number] = "#"
+            case "rename":
+                at = draw(st.integers(0, len(key.strip()) - 1))
+                lines[number] = f"{key[:at]}{draw(st.sampled_from('abz_9'))}{key[at + 1 :]}={value}"
+            case "retype":
+                lines[number] = f"{key}= {draw(VALUES)}"
+            case "double":
+                lines.insert(draw(st.integers(0, len(lines))), lines[number])
+            case "move":
+                lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(number))
+    content = bytearray("\n".join(lines).encode("utf-8", "surrogatepass"))
+    for _ in range(draw(st.integers(0, 2))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content)
+
+
+def refused_or_known(path: Path, content: bytes) -> None:
+    """What every accident has to come to: a refusal with findings, or a profile of known keys."""
+    path.write_bytes(content)
+    if outcome(path) is not None:
+        assert unknown_keys(tomllib.loads(content.decode())) == []
+
+
+@tries(300)
+@given(mutations())
+def test_any_accident(tmp_path: Path, content: bytes) -> None:
+    refused_or_known(tmp_path / "p.toml", content)
+
+
+@pytest.mark.soak
+@tries(2000)
+@given(mutations())
+def test_any_of_many_accidents(tmp_path: Path, content: bytes) -> None:
+    refused_or_known(tmp_path / "p.toml", content)
+
+
 def accepted_only_if_known(path: Path, text: str) -> None:
     path.write_bytes(text.encode())
     if outcome(path) is not None:

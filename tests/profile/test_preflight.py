@@ -1,14 +1,19 @@
 """Each rule alone: one departure from a valid profile, exactly that one finding, at its place."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nftctl.algorithm import schedule
 from nftctl.errors import ProfileRefused
+from nftctl.profile.adapter import adapted, checkpoint_bytes
+from nftctl.profile.load import bundled_profiles, load_profile, load_resolved
 from nftctl.profile.preflight import RULES, check, refuse_if_wrong
+from nftctl.profile.rules import objective
+from nftctl.profile.rules.rule import Facts
 
 from .conftest import PROVIDER, REMOVED
 
@@ -41,6 +46,8 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": []}),
     ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "to_q"]}),
     ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["gate_proj"]}),
+    ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": ["layers.2.self_attn.add_q_proj"]}),
+    ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "time_embedder.linear_1"]}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": REMOVED, "model.vae": "base/vae"}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": "nowhere"}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": "prompts.txt"}),
@@ -54,6 +61,9 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
         {"rl.init_from": "dcp", "model.vae": "base/vae", "model.tokenizer": "base/tokenizer"},
     ),
     ("init-from-family", "rl.init_from", {"rl.init_from": "other"}),
+    ("init-from-weights", "rl.init_from", {"rl.init_from": "hollow"}),
+    ("init-from-weights", "rl.init_from", {"rl.init_from": "torn"}),
+    ("init-from-weights", "rl.init_from", {"rl.init_from": "half"}),
     ("vae-missing", "model.vae", {"model.vae": "nowhere"}),
     ("vae-missing", "model.vae", {"rl.init_from": "bare", "model.tokenizer": "base/tokenizer"}),
     ("tokenizer-missing", "model.tokenizer", {"rl.init_from": "bare", "model.vae": "base/vae"}),
@@ -75,18 +85,30 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ),
     ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [0.5, 0.5]}),
     ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [-0.1, 1]}),
+    ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [0, 0.001]}),
+    ("timestep-law", "rl.train_t_range", {"rl.train_t_range": [0.9995, 1]}),
     ("max-steps-missing", "rl.max_steps", {"rl.max_steps": REMOVED}),
     ("max-steps-missing", "rl.max_steps", {"rl.max_steps": 0}),
     ("optimizer-betas", "optimizer.betas", {"optimizer.betas": [0.9, 1.0]}),
+    ("old-decay-flat", "rl.old.decay", {"rl.old.decay": "delayed"}),
     ("guidance-zero", "rl.guidance", {"rl.guidance": 0}),
     ("guidance-zero", "eval.guidance", {"eval.guidance": 0}),
     ("sigmoid-tau", "rl.r_tau", {"rl.r_map": "sigmoid"}),
     ("grid-timeout", "reward.deadline_s", {"reward.deadline_s": 120}),
+    ("reward-aggregation", "rl.advantage_std", {"reward.aggregation": "gdpo", "rl.advantage_std": "global"}),
+    ("reward-encoding", "reward.jpeg_quality", {"reward.jpeg_quality": 90}),
     ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": REMOVED}),
     ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": "nope.txt"}),
     ("prompt-file-missing", "eval.prompt_file", {"eval.prompt_file": "nope.jsonl"}),
     ("prompt-file-invalid", "data.prompt_file", {"data.prompt_file": "prompts.csv"}),
     ("prompt-file-short", "data.rows_per_step", {"data.rows_per_step": 9}),
+    ("prompt-duplicate", "data.prompt_file", {"data.prompt_file": "twice.txt"}),
+    ("prompt-duplicate", "eval.prompt_file", {"eval.prompt_file": "twice.txt"}),
+    (
+        "disk-space",
+        "checkpoint.keep_last",
+        {"rl.max_steps": 10**15, "checkpoint.every": 1, "checkpoint.keep_last": 10**15},
+    ),
     ("job-name", "job.name", {"job.name": "../elsewhere"}),
 ]
 ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
@@ -108,21 +130,20 @@ ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
     ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": ""}]),
     ("reward-clip", "reward.providers.0.clip", [{**PROVIDER, "clip": [1, 1]}]),
     ("reward-token", "reward.providers.0.token_env", [{**PROVIDER, "token_env": "NFTCTL_OTHER_TOKEN"}]),
+    ("reward-url-invalid", "reward.providers.0.url", [{**PROVIDER, "url": "http://host:8080/api/reward/enqueue"}]),
+    ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": "std"}]),
+    ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": "a/b"}]),
+    ("reward-cosmos", "reward.providers.0.score_key", [{**PROVIDER, "score_key": "ocr_reward"}]),
+    ("reward-cosmos", "reward.providers.0.reward_fn", [{**PROVIDER, "reward_fn": "ocr"}]),
+    ("reward-cosmos", "reward.providers.0.score_key", [{**PROVIDER, "protocol": "cosmos-rl", "score_key": "a+"}]),
+    ("reward-cosmos", "reward.providers.0.score_key", [{**PROVIDER, "protocol": "cosmos-rl", "score_key": "a+ a"}]),
+    (
+        "reward-cosmos",
+        "reward.providers.0.protocol",
+        [{"name": "a", "kind": "embedded", "scorer": "tiny_digits", "protocol": "cosmos-rl"}],
+    ),
 ]
 TOGETHER = {"video-profile", "skip-keys-video"}  # never without video-not-in-release: tested below
-
-
-@pytest.fixture
-def bases(place: Path) -> None:
-    """Besides `base`: one without VAE and tokenizer, one of another family, and a distributed checkpoint."""
-    shutil.copytree("base", "bare")
-    shutil.rmtree("bare/vae")
-    shutil.rmtree("bare/tokenizer")
-    shutil.copytree("base", "other")
-    Path("other/transformer/config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
-    Path("dcp").mkdir()
-    Path("dcp/.metadata").write_bytes(b"\x80")
-    Path("prompts.csv").write_text("a\n")
 
 
 def test_the_complete_profile_is_fine(load: Callable) -> None:
@@ -130,13 +151,12 @@ def test_the_complete_profile_is_fine(load: Callable) -> None:
     assert refuse_if_wrong(load()) == []
 
 
-@pytest.mark.usefixtures("bases")
 @pytest.mark.parametrize(("code", "key", "changes"), ALONE)
 def test_rule_alone(load: Callable, code: str, key: str, changes: dict[str, object]) -> None:
     resolved = load(changes)
     (finding,) = check(resolved)
     assert (finding.code, finding.key) == (code, key)
-    if code != "prompt-file-invalid":
+    if code not in ("prompt-file-invalid", "prompt-duplicate"):
         assert finding.origin == "profile.toml"
         if changes.get(key, REMOVED) is not REMOVED:
             assert resolved.text.split("\n")[finding.line - 1].startswith(f"{key} = ")
@@ -199,10 +219,106 @@ def test_every_mistake_is_found_at_once_and_sorted(load: Callable) -> None:
     assert str(caught.value) == "6 errors in the profile"
 
 
+BROKEN: dict[str, object] = {
+    "rl.modality": "video",
+    "rl.profile": "cosmos3_nft_t2i_public",
+    "rl.init_from": "other",
+    "rl.init_keys_to_skip_loading": ["x"],
+    "rl.group_size": 1,
+    "rl.max_steps": 10**15,
+    "rl.updates_per_rollout": 2,
+    "rl.old.update_every": 3,
+    "rl.ref.update_every": 1,
+    "rl.advantage_low": 1,
+    "rl.r_map": "sigmoid",
+    "rl.r_tau": 0.5,
+    "rl.train_t_range": [0.5, 0.5],
+    "rl.guidance": 0,
+    "rl.scheduler_type": "euler",
+    "grid.backend": "slurm",
+    "grid.grouping": "per-role",
+    "grid.gpu_placement": "split",
+    "grid.gpus_per_role": 4,
+    "grid.ranks": 8,
+    "model.height": 520,
+    "model.vae": "nowhere",
+    "model.tokenizer": "nowhere",
+    "model.lora.targets": ["add_q_proj", "layers.2.self_attn.add_k_proj", "to_q"],
+    "data.rows_per_step": 9,
+    "data.prompt_file": "twice.txt",
+    "optimizer.betas": [1, 1],
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 10**15,
+    "eval.prompt_file": "prompts.csv",
+    "reward.deadline_s": 120,
+    "reward.aggregation": "gdpo",
+    "reward.jpeg_quality": 90,
+    "rl.advantage_std": "global",
+    "job.name": "../elsewhere",
+}
+"""One fault for every rule that can speak beside the others."""
+BROKEN_PROVIDERS: list[dict[str, object]] = [
+    {**PROVIDER, "name": "", "weight": 0},
+    {**PROVIDER, "name": "no-url", "url": "", "weight": 0},
+    {**PROVIDER, "name": "bad-url", "url": "localhost:80", "weight": 0},
+    {**PROVIDER, "name": "no-revision", "revision": "", "weight": 0},
+    {"name": "unknown", "kind": "embedded", "scorer": "nobody", "weight": 0},
+    {**PROVIDER, "name": "clip", "clip": [1, 1], "weight": 0},
+    {**PROVIDER, "name": "token", "token_env": "NFTCTL_OTHER", "weight": 0},
+    {**PROVIDER, "name": "key", "score_key": "ocr_reward", "weight": 0},
+]
+INSTEAD: dict[str, dict[str, object]] = {
+    "rl-profile-missing": {"rl.modality": "image", "rl.profile": ""},
+    "rl-profile-unknown": {"rl.modality": "image", "rl.profile": "cosmos3_t2i"},
+    "init-from-missing": {"rl.init_from": "nowhere"},
+    "init-from-hub": {"rl.init_from": "nvidia/Cosmos3-Nano@main"},
+    "init-from-dcp": {"rl.init_from": "dcp"},
+    "init-from-weights": {"rl.init_from": "torn"},
+    "max-steps-missing": {"rl.max_steps": 0},
+    "old-decay-flat": {"rl.max_steps": 1, "rl.old.decay": "delayed"},
+    "prompt-file-missing": {"eval.prompt_file": "nope.txt"},
+}
+"""Rules whose fault takes the place of another rule's: two answers to one question cannot both be given."""
+
+
+def codes_at_their_keys(load: Callable, changes: dict[str, object], providers: list[dict[str, object]]) -> set[str]:
+    """Codes found; every finding in the profile has to point to the line on which its key is set."""
+    resolved = load(changes, providers)
+    lines = resolved.text.split("\n")
+    found = check(resolved)
+    for finding in found:
+        if finding.origin == "profile.toml":
+            key = finding.key
+            if key.startswith("reward.providers."):
+                key = key.split(".")[-1]
+            assert lines[finding.line - 1].startswith((f"{key} = ", "[[reward.providers]]")), finding
+    assert [f.line for f in found if f.origin == "profile.toml"] == sorted(
+        f.line for f in found if f.origin == "profile.toml"
+    )
+    return {finding.code for finding in found}
+
+
+def test_one_profile_with_a_fault_for_every_rule(load: Callable) -> None:
+    found = codes_at_their_keys(load, BROKEN, BROKEN_PROVIDERS)
+    assert found == {rule.code for rule in RULES} - set(INSTEAD) - {"reward-missing"}
+    assert len(found) >= 33
+    for code, changes in INSTEAD.items():
+        assert code in codes_at_their_keys(load, {**BROKEN, **changes}, BROKEN_PROVIDERS), code
+    assert "reward-missing" in codes_at_their_keys(load, {**BROKEN, "reward.providers": []}, [])
+
+
 @pytest.mark.parametrize("shift", [5e-324, 1e-300, 1e300])
 def test_absurd_shifts_are_refused_and_divide_nothing_by_zero(load: Callable, shift: float) -> None:
     (finding,) = check(load({"rl.sampler_shift": shift, "rl.timestep_source": "grid"}))
     assert finding.key == "rl.sampler_shift"
+
+
+def test_a_cosmos_service_is_a_provider_and_sends_no_encoded_images(load: Callable) -> None:
+    service = {**PROVIDER, "protocol": "cosmos-rl", "reward_fn": "gen_eval", "score_key": "gen_eval_score + ocr_reward"}
+    assert not check(load(providers=[service]))
+    (finding,) = check(load({"reward.encoding": "jpeg", "reward.jpeg_quality": 80}, [service]))
+    assert (finding.code, finding.key, finding.severity) == ("reward-encoding", "reward.encoding", "warning")
+    assert not check(load({"reward.encoding": "jpeg", "reward.jpeg_quality": 80}))
 
 
 def test_warnings_alone_refuse_nothing(load: Callable) -> None:
@@ -211,7 +327,7 @@ def test_warnings_alone_refuse_nothing(load: Callable) -> None:
     assert refuse_if_wrong(load({"rl.r_map": "sigmoid", "rl.r_tau": 2.5})) == []
 
 
-def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable, bases: None) -> None:
+def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable) -> None:
     codes = {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
     assert codes == {"init-from-dcp", "vae-missing", "tokenizer-missing"}
     Path("dcp/.metadata").unlink()
@@ -227,7 +343,7 @@ def test_the_unknown_contract_lists_the_supported_ones(load: Callable) -> None:
     )
 
 
-def test_the_tiny_contract_knows_its_own_limits(load: Callable, place: Path) -> None:
+def test_the_tiny_contract_knows_its_own_limits(load: Callable) -> None:
     tiny = {"rl.profile": "tiny_t2i_cpu", "model.height": 8, "model.width": 16}
     found = check(load(tiny))
     assert [(f.code, f.key) for f in found] == [
@@ -238,7 +354,7 @@ def test_the_tiny_contract_knows_its_own_limits(load: Callable, place: Path) -> 
     ]
 
 
-def test_wrong_lines_of_a_prompt_file_are_shown_where_they_are(load: Callable, place: Path) -> None:
+def test_wrong_lines_of_a_prompt_file_are_shown_where_they_are(load: Callable) -> None:
     rows = [json.dumps({"prompt": f"p{n}"}) for n in range(5)]
     rows[2] = "a plain sentence"
     Path("rows.jsonl").write_text("\n".join(rows))
@@ -257,3 +373,75 @@ def test_without_an_old_policy_no_cadence_is_needed(load: Callable) -> None:
 
 def test_weight_zero_beside_another_provider_is_fine(load: Callable) -> None:
     assert check(load({}, [PROVIDER, {**PROVIDER, "name": "logged", "weight": 0}])) == []
+
+
+def test_lora_targets_are_judged_by_the_names_in_the_headers(load: Callable) -> None:
+    """In one file, in two, and in the embedded base; the help lists what there is."""
+    (finding,) = check(load({"model.lora.targets": ["layers.2.self_attn.add_q_proj"]}))
+    assert "self_attn.add_q_proj" in finding.help
+    assert "proj_in, proj_out; layers 0 to 1" in finding.help
+    assert "to_q" not in finding.help
+    assert (
+        check(load({"rl.init_from": "split", "model.lora.targets": ["layers.1.self_attn.add_q_proj", "proj_in"]})) == []
+    )
+    (finding,) = check(load({"rl.init_from": "split", "model.lora.targets": ["layers.2.self_attn.add_q_proj"]}))
+    assert finding.code == "lora-matches-nothing"
+    for layer, codes in ((3, []), (4, ["lora-matches-nothing"])):
+        path = bundled_profiles()["tiny_t2i_cpu"]
+        sets = [f'model.lora.targets=["layers.{layer}.mlp_moe_gen.up_proj"]']
+        assert [f.code for f in check(load_profile(path, sets=sets, env={}))] == codes
+
+
+def test_a_repeated_prompt_is_told_once_with_its_line(load: Callable) -> None:
+    (finding,) = check(load({"data.prompt_file": "twice.txt"}))
+    assert (finding.origin, finding.line, finding.severity) == ("twice.txt", 4, "warning")
+    assert finding.message == "line 4 is line 2 again, and 1 more lines repeat one"
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "a", "metadata": {"n": 1}},
+        {"prompt": "a", "reward_prompt": "b"},
+        {"prompt": "c"},
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert check(load({"data.prompt_file": "rows.jsonl"})) == []
+
+
+def test_the_delayed_law_may_set_in_at_the_last_step(load: Callable) -> None:
+    delayed = {"rl.old.decay": "delayed", "rl.updates_per_rollout": 2, "rl.old.update_every": 2}
+    assert [f.code for f in check(load({**delayed, "rl.max_steps": 37}))] == ["old-decay-flat"]
+    assert check(load({**delayed, "rl.max_steps": 38})) == []
+    assert check(load({"rl.old.decay": "delayed", "rl.old.build_old": False})) == []
+
+
+def test_a_run_that_goes_on_needs_no_room_for_what_it_has_already(
+    load: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = load({"rl.max_steps": 500, "checkpoint.every": 1, "checkpoint.keep_last": 100})
+    modules = Facts(resolved).denoiser_modules
+    each = checkpoint_bytes(adapted(resolved.profile.model.lora.targets, modules), 16)
+    asked: list[Path] = []
+
+    def room(for_checkpoints: int) -> None:
+        usage = SimpleNamespace(free=for_checkpoints * each)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or usage)
+
+    room(100)  # the hundred that are kept, and one more while it is written
+    (finding,) = check(resolved)
+    assert finding.code == "disk-space"
+    assert finding.message.startswith("up to 101 checkpoints of ")
+    assert asked == [Path.cwd()]
+    room(101)
+    assert check(resolved) == []
+    room(2)
+    document = resolved.profile.model_dump()
+    assert check(load_resolved(document, name="x", text="", env={})) == []
+    room(1)
+    assert [f.code for f in check(load_resolved(document, name="x", text="", env={}))] == ["disk-space"]
+
+
+def test_preflight_knows_the_numbers_of_the_algorithm() -> None:
+    assert objective.TIME_FLOOR == schedule.TIME_FLOOR
+    assert schedule.old_share("delayed", objective.DELAYED_UNTIL) == 0.0
+    assert schedule.old_share("delayed", objective.DELAYED_UNTIL + 1) > 0.0
+    for steps, shift in ((20, 5.0), (10, 3.0), (1, 1.0)):
+        assert objective.sigmas(steps, shift) == pytest.approx(schedule.sigmas(steps, shift)[:-1], abs=1e-7)

@@ -88,7 +88,7 @@ def test_the_embedded_default() -> None:
         1,
         "linear",
         1e-3,
-        50,
+        100,
     )
     assert (profile.eval.samples_per_prompt, profile.reward.providers[0].scorer) == (12, "tiny_digits")
 

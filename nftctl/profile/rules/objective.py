@@ -66,7 +66,7 @@ def _timesteps(facts: Facts) -> Iterator[Problem]:
         message = f"rl.train_t_range must be [low, high] with 0 <= low < high <= 1, got [{low:g}, {high:g}]"
         yield Problem("rl.train_t_range", message)
     elif rl.timestep_source == "grid":
-        there = sum(low <= sigma <= high for sigma in _sigmas(min(rl.sample_steps, _MOST_SIGMAS), rl.sampler_shift))
+        there = sum(low <= sigma <= high for sigma in sigmas(min(rl.sample_steps, _MOST_SIGMAS), rl.sampler_shift))
         if rl.timesteps_per_sample > there:
             message = f"rl.timesteps_per_sample = {rl.timesteps_per_sample} asks for more than the {there} sigmas "
             help = "raise rl.sample_steps, or widen rl.train_t_range" if there < rl.sample_steps else ""
@@ -79,7 +79,7 @@ def _timesteps(facts: Facts) -> Iterator[Problem]:
         yield Problem("rl.uniform_timestep", message, 'rl.timestep_source = "continuous" draws uniformly')
 
 
-def _sigmas(steps: int, shift: float) -> list[float]:
+def sigmas(steps: int, shift: float) -> list[float]:
     """The rollout's noise levels: s u / (1 + (s - 1) u), u from 1 towards 1/1000 in `steps` steps, end left out.
 
     Written as s u / (s u + (1 - u)), which is the same and has no zero below the line for any s > 0.

@@ -11,6 +11,11 @@ from nftctl.profile.rules.rule import Facts, Problem, Rule
 from nftctl.profile.schema import Provider
 from nftctl.profile.sources import PREFIX, SPECIAL
 
+PATHS = ("/v1/score", "/v1/info", "/api/reward/enqueue", "/api/reward/pull", "/api/reward/ping")
+"""What clients append themselves, and what people paste."""
+TAKEN = ("std", "group_std", "zero_spread_groups", "dropped_groups")
+"""Metrics `reward/<name>` of the whole step."""
+
 
 def _of_kind(facts: Facts, kind: str) -> Iterator[tuple[str, Provider]]:
     for index, provider in enumerate(facts.profile.reward.providers):
@@ -50,6 +55,8 @@ def _url_fault(url: str) -> str:
         return "must hold no credentials: it is written to the run folder; the token comes from the environment"
     if parts.query or parts.fragment:
         return "must be a base address, without ? and #"
+    if parts.path.rstrip("/").endswith(PATHS):
+        return "must be a base address, without the protocol's own path"
     return ""
 
 
@@ -81,7 +88,9 @@ def _names(facts: Facts) -> Iterator[Problem]:
         key = f"reward.providers.{index}.name"
         if not name.strip():
             yield Problem(key, f"{key} must not be empty")
-        elif name in names[:index]:
+        elif "/" in name:
+            yield Problem(key, f'{key} = "{name}" must hold no /: it names metrics, reward/<name>/<component>')
+        elif name in names[:index] or name in TAKEN:
             yield Problem(key, f'{key} = "{name}" is taken: names label metrics and identity')
 
 
@@ -99,6 +108,38 @@ def _token(facts: Facts) -> Iterator[Problem]:
             key = f"reward.providers.{index}.token_env"
             message = f"{key} names {name}, which is refused in the environment as an unknown variable"
             yield Problem(key, message, "NFTCTL_REWARD_TOKEN, or a name that does not begin with NFTCTL_")
+
+
+def _cosmos(facts: Facts) -> Iterator[Problem]:
+    for index, provider in enumerate(facts.profile.reward.providers):
+        key = f"reward.providers.{index}"
+        cosmos = provider.protocol == "cosmos-rl"
+        if cosmos and provider.kind != "http":
+            yield Problem(f"{key}.protocol", f'{key}.protocol = "cosmos-rl" is for a running service: kind = "http"')
+        for field in ("reward_fn", "score_key"):
+            if getattr(provider, field) and not cosmos:
+                message = f'{key}.{field} means something to protocol = "cosmos-rl" only'
+                yield Problem(f"{key}.{field}", message, f"remove it, or set {key}.protocol")
+        parts = [part.strip() for part in provider.score_key.split("+")]
+        if cosmos and provider.score_key and (not all(parts) or len(set(parts)) < len(parts)):
+            yield Problem(f"{key}.score_key", f"{key}.score_key must be one key, or different keys joined by +")
+
+
+def _aggregation(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.reward.aggregation == "gdpo" and facts.profile.rl.advantage_std == "global":
+        message = (
+            'rl.advantage_std = "global" is for reward.aggregation = "sum": gdpo normalises by group, then by step'
+        )
+        yield Problem("rl.advantage_std", message, "remove one of the two")
+
+
+def _encoding(facts: Facts) -> Iterator[Problem]:
+    reward, origins = facts.profile.reward, facts.resolved.origins
+    if reward.encoding != "jpeg" and origins["reward.jpeg_quality"].source != "default":
+        yield Problem("reward.jpeg_quality", 'reward.jpeg_quality has no effect without reward.encoding = "jpeg"')
+    if reward.encoding != "png" and reward.providers and all(p.protocol == "cosmos-rl" for p in reward.providers):
+        message = "reward.encoding has no effect: cosmos-rl sends pixels as they are"
+        yield Problem("reward.encoding", message)
 
 
 def _deadline(facts: Facts) -> Iterator[Problem]:
@@ -119,5 +160,8 @@ RULES = (
     Rule("reward-names", "Provider names tell metrics apart.", _names),
     Rule("reward-clip", "Bounds are in order.", _clip),
     Rule("reward-token", "The token's variable can be set.", _token),
+    Rule("reward-cosmos", "Every key of a provider means something to its protocol.", _cosmos),
+    Rule("reward-aggregation", "A normalisation that is asked for is applied.", _aggregation),
+    Rule("reward-encoding", "An encoding that is asked for is used.", _encoding, "warning"),
     Rule("grid-timeout", "A late reward is reported as such, not as a lost rank.", _deadline),
 )

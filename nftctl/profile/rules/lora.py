@@ -1,0 +1,51 @@
+"""Which modules the adapter may go into: those that the base's denoiser has, and none of the prompt encoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nftctl.profile.adapter import selected
+from nftctl.profile.rules.rule import Facts, Problem, Rule
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def _nothing(facts: Facts) -> Iterator[Problem]:
+    """Against the names in the base's headers; what no base of the family has is the contract's word."""
+    modules, contract = facts.denoiser_modules, facts.contract
+    if contract is None or not facts.weights.shapes:
+        return
+    for target in facts.profile.model.lora.targets:
+        allowed = contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target)
+        if allowed and not selected(target, modules):
+            message = f'LoRA target "{target}" ends no module\'s name in the denoiser of {facts.base.folder}'
+            yield Problem("model.lora.targets", message, targets(facts))
+
+
+def _scope(facts: Facts) -> Iterator[Problem]:
+    if facts.contract is None:
+        return
+    for target in facts.profile.model.lora.targets:
+        if facts.contract.lora.touches_prompt_encoder(target):
+            message = f'LoRA target "{target}" selects a module of the prompt encoder, whose output is computed once'
+            yield Problem("model.lora.targets", message, targets(facts))
+
+
+def targets(facts: Facts) -> str:
+    """The targets that exist: as the base's headers list them, else as the contract does."""
+    modules = facts.denoiser_modules
+    if not modules:
+        names = facts.contract.lora.denoiser if facts.contract else ()
+        return f"the denoiser has {', '.join(name.removeprefix('layers.*.') for name in names)}"
+    layers = {int(found[1]) for name in modules if (found := _LAYER.match(name))}
+    inside = dict.fromkeys(_LAYER.sub("", name) for name in sorted(modules) if _LAYER.match(name))
+    outside = [name for name in sorted(modules) if not _LAYER.match(name)]
+    text = ", ".join([*inside, *outside])
+    return f"the denoiser has {text}" + (f"; layers 0 to {max(layers)}" if layers else "")
+
+
+RULES = (
+    Rule("lora-matches-nothing", "Every LoRA target is the name of a module that the base has.", _nothing),
+    Rule("lora-touches-prompt-encoder", "An adapted prompt encoder would make its cached output stale.", _scope),
+)

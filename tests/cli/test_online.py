@@ -1,0 +1,188 @@
+"""`validate --online` against real sockets: services up, down, or of another revision; a Ray address; GPUs counted."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nftctl.cli.online import ray_endpoint, visible_gpus
+from nftctl.reward.scorers import scorer_revision
+from tests.profile.conftest import COMPLETE, toml_of, write_place
+
+from .program import nftctl, the_object
+from .test_ping import served
+
+TOKEN = "sentinel-5b1e"
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("served"), "--revision", "r1", NFTCTL_REWARD_TOKEN=TOKEN) as address:
+        yield address
+
+
+@pytest.fixture
+def closed() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def write(folder: Path, providers: list[dict[str, object]], **changes: object) -> None:
+    write_place(folder)
+    (folder / "p.toml").write_text(toml_of({**COMPLETE, "grid.device": "cpu", **changes}, providers))
+
+
+def online(folder: Path, **env: str) -> dict:
+    return the_object(nftctl("validate", "p.toml", "--online", "--json", cwd=folder, env={**NO_GPUS, **env}))
+
+
+def test_everything_is_there(tmp_path: Path, url: str) -> None:
+    write(tmp_path, [{"name": "judge", "url": url, "revision": "r1"}])
+    document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    assert (document["exit_code"], document["diagnostics"]) == (0, [])
+    (reward,) = document["online"]["rewards"]
+    assert (reward["name"], reward["up"], reward["revision"]) == ("judge", True, {"pinned": "r1", "served": "r1"})
+    assert document["online"]["ray"]["reachable"] is None
+    assert document["online"]["gpus"]["visible"] is None
+    arguments = ("validate", "p.toml", "--online")
+    shown = nftctl(*arguments, cwd=tmp_path, env={"NFTCTL_REWARD_TOKEN": TOKEN}).stdout.splitlines()[2:]
+    assert [line.split("  ")[0] for line in shown] == ["reward judge", "ray", "gpus"]
+    assert f"up at {url}, revision r1 as pinned" in shown[0]
+
+
+def test_all_reward_faults_are_told_at_once_and_end_with_4(tmp_path: Path, url: str, closed: str) -> None:
+    scorer = {"name": "digits", "kind": "embedded", "scorer": "tiny_digits"}
+    write(
+        tmp_path,
+        [
+            {"name": "other", "url": url, "revision": "r2"},
+            {"name": "down", "url": f"http://{closed}", "revision": "r1"},
+            {"name": "closed", "url": url, "revision": "r1", "token_env": "UNSET_TOKEN"},
+            {**scorer, "revision": "0" * 64},
+            {**scorer, "name": "pinned", "revision": scorer_revision("tiny_digits")},
+            {**scorer, "name": "free"},
+        ],
+    )
+    document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    assert document["exit_code"] == 4
+    assert [(f["code"], f["key"]) for f in document["diagnostics"]] == [
+        ("reward-revision-differs", "reward.providers.0.revision"),
+        ("reward-unreachable", "reward.providers.1.url"),
+        ("reward-unreachable", "reward.providers.2.url"),
+        ("reward-revision-differs", "reward.providers.3.revision"),
+    ]
+    lines = (tmp_path / "p.toml").read_text().split("\n")
+    for finding in document["diagnostics"]:
+        assert lines[finding["line"] - 1].startswith(finding["key"].split(".")[-1])
+        assert (finding["origin"], finding["severity"]) == ("p.toml", "error")
+    assert "'r1'" in document["diagnostics"][0]["message"]
+    assert "HTTP 401" in document["diagnostics"][2]["message"]
+    assert [entry["up"] for entry in document["online"]["rewards"]] == [True, False, False, None, None, None]
+    assert document["error"]["message"].endswith("4 checks of what is around it failed")
+    assert TOKEN not in json.dumps(document)
+    answer = nftctl("validate", "p.toml", "--online", cwd=tmp_path, env={"NFTCTL_REWARD_TOKEN": TOKEN})
+    assert answer.returncode == 4
+    assert answer.stderr.count("error[reward-") == 4
+    assert answer.stdout.count("not asked: a run starts the packaged scorer itself") == 3
+
+
+def test_other_faults_beside_end_with_3(tmp_path: Path, closed: str) -> None:
+    write(tmp_path, [{"name": "down", "url": f"http://{closed}", "revision": "r1"}], **{"grid.address": closed})
+    document = online(tmp_path)
+    assert document["exit_code"] == 3
+    assert {f["code"] for f in document["diagnostics"]} == {"reward-unreachable", "ray-unreachable"}
+    assert document["online"]["ray"] == {"address": closed, "reachable": False, "how": "not reachable"}
+
+
+def test_a_ray_that_listens_is_enough(tmp_path: Path, url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        write(tmp_path, [{"name": "a", "url": url, "revision": "r1"}], **{"grid.address": address})
+        document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    assert document["exit_code"] == 0
+    assert document["online"]["ray"]["reachable"] is True
+
+
+def test_too_few_gpus(tmp_path: Path, url: str) -> None:
+    write(tmp_path, [{"name": "a", "url": url, "revision": "r1"}], **{"grid.device": "cuda"})
+    document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    (finding,) = document["diagnostics"]
+    assert (document["exit_code"], finding["code"], finding["key"]) == (3, "gpus-too-few", "grid.device")
+    assert finding["message"].startswith("4 GPUs are needed, one per rank (rl.group_size = 4); 0 by CUDA_VISIBLE_")
+    write_auto = toml_of({**COMPLETE, "grid.device": "auto"}, [{"name": "a", "url": url, "revision": "r1"}])
+    (tmp_path / "p.toml").write_text(write_auto)
+    document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    assert document["exit_code"] == 0
+    assert "ranks compute on the CPU" in document["online"]["gpus"]["how"]
+
+
+def test_a_refused_profile_asks_nobody(tmp_path: Path, closed: str) -> None:
+    write(tmp_path, [{"name": "down", "url": f"http://{closed}", "revision": "r1"}], **{"rl.group_size": 1})
+    document = online(tmp_path)
+    assert [f["code"] for f in document["diagnostics"]] == ["group-size"]
+    assert "online" not in document
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("10.0.0.1:6379", ("10.0.0.1", 6379)),
+        ("ray://head", ("head", 10001)),
+        ("ray://head:7", ("head", 7)),
+        ("[::1]:6379", ("::1", 6379)),
+    ],
+)
+def test_addresses_of_ray(address: str, expected: tuple[str, int]) -> None:
+    assert ray_endpoint(address, {}) == expected
+
+
+@pytest.mark.parametrize("address", ["head", "head:port", "head:99999", "http://head:1", ":1", "", "a:1/b", "ray://"])
+def test_what_is_no_address_of_ray(address: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        ray_endpoint(address, {})
+
+
+def test_auto_is_looked_up_where_ray_looks(tmp_path: Path) -> None:
+    note = tmp_path / "ray_current_cluster"
+    with pytest.raises(ValueError, match="finds no cluster"):
+        ray_endpoint("auto", {}, note)
+    note.write_text("10.0.0.2:6379\n")
+    assert ray_endpoint("auto", {}, note) == ("10.0.0.2", 6379)
+    assert ray_endpoint("auto", {"RAY_ADDRESS": "10.0.0.3:1"}, note) == ("10.0.0.3", 1)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        (None, 3),
+        ("", 0),
+        ("0", 1),
+        ("2,0", 2),
+        ("0,-1,1", 1),
+        ("0,3,1", 1),
+        ("GPU-1a,GPU-2b", 2),
+        ("0, 1", 2),
+        ("7", 0),
+    ],
+)
+def test_gpus_are_counted_as_cuda_would(tmp_path: Path, chosen: str | None, count: int) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    env = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    found, how = visible_gpus(env, tmp_path / "gpus", tmp_path)
+    assert found == count
+    assert "3 by" in how
+    assert ("CUDA_VISIBLE_DEVICES" in how) == (chosen is not None)
+
+
+def test_without_the_drivers_listing_device_files_are_counted(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path / "nothing", tmp_path) == (2, f"2 by {tmp_path}/nvidia*")
+    assert visible_gpus({}, tmp_path / "nothing", tmp_path / "nothing")[0] == 0

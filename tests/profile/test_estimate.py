@@ -1,0 +1,164 @@
+"""The estimate against the model itself: parameters counted, and activations weighed while autograd saves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nftctl.model import adapters, cosmos3_encoder
+from nftctl.model.registry import load_family
+from nftctl.profile import estimate
+from nftctl.profile.adapter import adapted, denoiser_modules
+from nftctl.profile.artifacts import inspect_base, read_weights
+from nftctl.profile.load import Resolved, bundled_profiles, load_profile
+from nftctl.profile.rules.rule import Facts
+from nftctl.profile.t2i import COSMOS3_LORA
+
+from .conftest import HEADS, HIDDEN, INNER
+
+SHAPES = read_weights(inspect_base("embedded").folder / "transformer").shapes
+
+
+def tiny(*sets: str) -> Resolved:
+    return load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=sets, env={})
+
+
+def parts_of(resolved: Resolved, prompts: list[str] | None = None) -> dict[str, estimate.Part]:
+    facts = Facts(resolved)
+    assert facts.contract is not None
+    found = estimate.estimate(resolved.profile, facts.base, facts.weights, facts.contract.lora, prompts or ["a b"])
+    assert found is not None
+    return {part.name: part for part in found.parts}
+
+
+@pytest.fixture(scope="module")
+def family() -> Any:
+    return load_family(tiny().profile.model, "embedded", "cosmos3", torch.device("cpu"))
+
+
+def test_the_towers_are_split_by_name_as_the_model_splits_them(family: Any) -> None:
+    denoiser = {name for name, _ in family.denoiser.named_parameters()}
+    tower = {name for name, _ in family.encoder.tower.named_parameters()}
+    assert {name for name in SHAPES if estimate.in_denoiser(name)} == denoiser
+    assert {name for name in SHAPES if estimate.in_prompt_encoder(name, 4)} == tower
+    linear = {n for n, m in family.denoiser.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert set(denoiser_modules(SHAPES, COSMOS3_LORA)) == linear
+
+
+def test_weights_are_counted_as_they_are_held(family: Any) -> None:
+    parts = parts_of(tiny())
+    whole = sum(p.nbytes for p in family.denoiser.parameters())
+    assert parts["gathered base"].bytes == whole
+    assert parts["prompt encoder"].bytes == sum(p.nbytes for p in family.encoder.tower.parameters())
+    # Four ranks: every tensor is cut along its first dimension, the last shard padded.
+    assert whole / 4 <= parts["base shard"].bytes <= whole / 4 * 1.02
+    # 16 x (in + out) of four modules in four layers, twice
+    assert parts["LoRA"].bytes == 2 * 4 * 4 * 16 * (2 * (96 + 96) + 2 * (96 + 48))
+    assert parts["optimizer"].bytes == parts["gradients"].bytes == parts["LoRA"].bytes
+    assert parts["decoder"].bytes == 0
+
+
+def test_a_bfloat16_base_keeps_its_time_embedder_in_float32(family: Any) -> None:
+    full = sum(p.numel() for p in family.denoiser.parameters())
+    embedder = sum(p.numel() for p in family.denoiser.time_embedder.parameters())
+    assert parts_of(tiny('model.dtype="bfloat16"'))["gathered base"].bytes == 2 * full + 2 * embedder
+
+
+def test_layer_by_layer_holds_two_units(family: Any) -> None:
+    layer = sum(p.nbytes for p in family.denoiser.layers[0].parameters())
+    assert parts_of(tiny('model.shard="reshard"'))["gathered base"].bytes == 2 * layer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"],
+        ["add_v_proj"],
+        ["to_add_out", "mlp_moe_gen.up_proj", "mlp_moe_gen.gate_proj", "mlp_moe_gen.down_proj"],
+    ],
+)
+def test_saved_activations_are_what_autograd_saves(dtype: str, targets: list[str]) -> None:
+    profile = tiny(f'model.dtype="{dtype}"', f"model.lora.targets={json.dumps(targets)}").profile
+    family = load_family(profile.model, "embedded", "cosmos3", torch.device("cpu"))
+    adapters.add_adapters(family.denoiser, profile.model.lora, seed=0)
+    samples = 3
+    prompt = family.batch(family.encoder.encode(["a red seven"] * samples))
+    given = [*family.denoiser.parameters(), prompt.keys, prompt.values]
+    held = {tensor.untyped_storage().data_ptr() for tensor in given}
+    saved: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        family.denoiser(torch.randn(samples, 3, 1, 8, 8), torch.rand(samples), prompt)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    size = estimate.geometry(SHAPES, inspect_base("embedded").transformer_config(), profile.model, 1)
+    assert size is not None
+    modules = adapted(targets, denoiser_modules(SHAPES, COSMOS3_LORA))
+    item = 2 if dtype == "bfloat16" else 4
+    claimed = samples * estimate.saved_activations(size, modules, 16, item, prompt.lengths[0])
+    # What layers before the first adapter keep is not needed by any backward, and is counted all the same.
+    assert 0.98 * measured <= claimed <= 1.1 * measured
+
+
+def test_micro_batches_guidance_and_images_move_what_they_should() -> None:
+    whole, small = parts_of(tiny()), parts_of(tiny("model.train_micro_batch=1", "model.rollout_micro_batch=1"))
+    pairs = tiny().profile.data.rows_per_step * tiny().profile.rl.timesteps_per_sample
+    assert whole["activations"].bytes == pairs * small["activations"].bytes
+    rows = tiny().profile.data.rows_per_step
+    assert whole["decode"].bytes == rows * small["decode"].bytes
+    assert parts_of(tiny("rl.guidance=3"))["latents"].bytes > whole["latents"].bytes
+    assert {name for name, part in whole.items() if part.bytes != small[name].bytes} == {
+        "activations", "decode", "latents", "prompt cache",
+    }  # fmt: skip
+
+
+def test_the_peak_is_the_fuller_phase() -> None:
+    facts = Facts(tiny())
+    found = estimate.estimate(facts.profile, facts.base, facts.weights, COSMOS3_LORA, ["a"])
+    assert found is not None
+    by = {when: sum(p.bytes for p in found.parts if p.when == when) for when in ("always", "rollout", "training")}
+    assert found.always == by["always"]
+    assert found.peak == by["always"] + max(by["rollout"], by["training"])
+    assert by["training"] > by["rollout"] > 0
+
+
+def test_the_prompt_cache_stops_where_the_encoder_stops() -> None:
+    assert estimate.PROMPT_CACHE_BYTES == cosmos3_encoder.CACHE_BYTES
+    long = ["x" * 3_000_000 + str(n) for n in range(6)]
+    held = parts_of(tiny(), long)["prompt cache"].bytes
+    per_token = 2 * 4 * 48 * 4
+    batch = tiny().profile.data.rows_per_step * tiny().profile.rl.timesteps_per_sample
+    assert held == estimate.PROMPT_CACHE_BYTES + batch * per_token * (1_000_001 + 2)
+    assert parts_of(tiny(), ["abc", "abc"])["prompt cache"].bytes == (1 + batch) * per_token * 3
+
+
+def test_a_base_with_a_vae(load: Callable[..., Resolved]) -> None:
+    """By hand: two layers, 512 x 512, a VAE of 16 pixels per latent whose last layers have 20 channels at half size."""
+    config = {"scale_factor_spatial": 16, "base_dim": 10, "decoder_base_dim": 20, "patch_size": 2}
+    Path("base/vae/config.json").write_text(json.dumps(config))
+    parts = parts_of(load({"model.decode_dtype": "bfloat16"}))
+    assert parts["activations"].how.startswith("4 x 256 tokens")
+    latent = 16 * 32 * 32
+    assert parts["latents"].bytes == 4 * latent * (4 + 4 * (1 + 4) + 6 * 8)
+    assert parts["decode"].bytes == 4 * 512 * 512 * (4 * 20 // 4 * 2 + 3 * (2 + 4 + 4 + 1))
+    denoiser = 2 * (2 * HIDDEN * HIDDEN + 2 * HEADS * HIDDEN + 4 + 3 * INNER * HIDDEN) + 2 * prod((64, HIDDEN))
+    assert parts["gathered base"].bytes == 2 * denoiser
+
+
+@pytest.mark.parametrize("config", ["{}", '{"latent_channel": "many", "latent_patch_size": 2}', "["])
+def test_without_a_geometry_nothing_is_guessed(load: Callable[..., Resolved], config: str) -> None:
+    resolved = load()
+    Path("base/transformer/config.json").write_text(config)
+    facts = Facts(resolved)
+    assert estimate.estimate(facts.profile, facts.base, facts.weights, COSMOS3_LORA, []) is None

@@ -1,0 +1,149 @@
+"""Sampling in one process: the same samples however they are cut, from the weights that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nftctl.algorithm import draws
+from nftctl.errors import TrainingFailed
+from nftctl.model import adapters
+from nftctl.profile.schema import Profile
+from nftctl.roles.trajectory import Sampling, Trajectory
+from tests.roles.samples import PROMPTS, set_adapter, source_rows
+
+Make = Callable[..., Profile]
+
+
+def run(role: Any, count: int = 3, optimizer_steps: int = 0) -> tuple[list[Trajectory], torch.Tensor]:
+    done = role.sample(source_rows(count), optimizer_steps, lambda part: None)
+    return done, torch.stack([t.x0 for t in done])
+
+
+def test_a_sample_carries_everything_that_later_roles_read(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile())
+    done, x0 = run(role)
+    assert [t.row.number for t in done] == [t.tick for t in done] == [0, 1, 2]
+    assert x0.dtype == torch.float32
+    assert x0.shape == (3, *family.latent_shape)
+    assert not x0.requires_grad
+    for sample in done:
+        assert sample.image is not None
+        assert (sample.image.dtype, sample.image.shape) == (torch.uint8, (1, 8, 8, 3))
+        assert torch.equal(sample.image, family.decoder.decode(sample.x0[None])[0])
+        assert sample.conditioning is family.encoder.encode([sample.row.prompt.text])[0]
+        assert (sample.reward, sample.failures, sample.optimality) == (None, {}, 0.5)
+
+
+def test_micro_batches_give_the_same_samples(profile: Make, roles: Any) -> None:
+    _, whole = run(roles(profile())[1])
+    for size in (1, 2):
+        _, cut = run(roles(profile(f"model.rollout_micro_batch={size}"))[1])
+        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_micro_batch_is_handed_on_before_the_next_is_sampled(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile("model.rollout_micro_batch=2"))
+    seen: list[tuple[list[int], int]] = []
+    done = role.sample(
+        source_rows(5), 0, lambda part: seen.append(([t.row.number for t in part], family.denoiser.forwards))
+    )
+    assert seen == [([0, 1], 8), ([2, 3], 16), ([4], 20)]
+    assert [t.row.number for t in done] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("guidance", "rows", "encoded"), [(0.0, 3 * 4, 4), (1.0, 3 * 4, 3), (3.0, 2 * 3 * 4, 4)])
+def test_guidance_runs_one_branch_or_both(profile: Make, roles: Any, guidance: float, rows: int, encoded: int) -> None:
+    family, role, _ = roles(profile(f"rl.guidance={guidance}"))
+    run(role)
+    assert family.denoiser.forwards == rows
+    assert family.encoder.encoded == encoded  # three prompts, and the negative one where it is read
+
+
+def test_guidance_zero_ignores_the_prompt_and_three_goes_beyond_it(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile())
+    noise = draws.normal(family.latent_shape, 0)[None].expand(2, -1, -1, -1, -1)
+    conditions = family.encoder.encode(PROMPTS[:2])
+    at = {g: role.denoise(conditions, noise, Sampling(1, 3.0, g), "policy")[0] for g in (0.0, 1.0, 3.0)}
+    assert torch.equal(at[0.0][0], at[0.0][1])
+    assert not torch.allclose(at[1.0][0], at[1.0][1], atol=1e-3)
+    # One solver step is linear in the velocity, so guidance is too, up to the clamp to [-1, 1].
+    wanted = at[0.0] + 3 * (at[1.0] - at[0.0])
+    inside = (at[0.0].abs() < 1) & (at[1.0].abs() < 1) & (wanted.abs() < 1)
+    assert int(inside.sum()) > 50
+    torch.testing.assert_close(at[3.0][inside], wanted[inside], rtol=1e-3, atol=1e-4)
+
+
+def test_the_final_latent_of_a_pixel_family_is_clamped(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile())
+    _, clamped = run(role)
+    family.clamp_x0 = False
+    _, free = run(role)
+    assert float(free.abs().max()) > 1.0
+    assert torch.equal(clamped, free.clamp(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("sets", "mine", "other"), [((), "old", "policy"), (("rl.old.build_old=false",), "policy", "old")]
+)
+def test_samples_come_from_the_named_weights_alone(
+    profile: Make, roles: Any, sets: tuple[str, ...], mine: str, other: str
+) -> None:
+    family, role, _ = roles(profile(*sets))
+    assert role.weights == mine
+    _, base = run(role)
+    set_adapter(family, other, 1, scale=0.5)
+    assert torch.equal(run(role)[1], base)
+    set_adapter(family, mine, 2, scale=0.5)
+    assert not torch.allclose(run(role)[1], base, atol=1e-3)
+
+
+def test_evaluation_names_its_weights(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile())
+    how, keys = Sampling(4, 3.0, 1.0), [(1, "eval", 0, 0), (1, "eval", 1, 0)]
+    base = list(role.sample_fixed(PROMPTS[:2], keys, how, "reference"))
+    set_adapter(family, "policy", 1, scale=0.5)
+    set_adapter(family, "old", 2, scale=0.5)
+    images = {w: list(role.sample_fixed(PROMPTS[:2], keys, how, w)) for w in ("policy", "old", "reference")}
+    assert all(torch.equal(a, b) for a, b in zip(images["reference"], base, strict=True))
+    assert not torch.equal(images["policy"][0], images["old"][0])
+    assert not torch.equal(images["policy"][0], base[0])
+    layer = next(iter(adapters.lora_layers(family.denoiser).values()))
+    assert layer._active_adapter == ["policy"]
+
+
+def test_fixed_samples_depend_on_their_key_and_prompt_alone(profile: Make, roles: Any) -> None:
+    _, role, _ = roles(profile())
+    how = Sampling(2, 3.0, 1.0)
+    prompts = [PROMPTS[n % 5] for n in range(18)]  # more than one batch of 16
+    keys = [(1, "eval", n, 0) for n in range(18)]
+    images = list(role.sample_fixed(prompts, keys, how, "policy"))
+    assert len(images) == 18
+    alone = next(iter(role.sample_fixed(prompts[17:], keys[17:], how, "policy")))
+    assert int((images[17].int() - alone.int()).abs().max()) <= 1
+    other = next(iter(role.sample_fixed(prompts[17:], [(2, "eval", 17, 0)], how, "policy")))
+    assert not torch.equal(other, alone)
+
+
+def test_each_row_has_noise_of_its_own_unless_the_clock_is_the_optimizer_step(profile: Make, roles: Any) -> None:
+    def first_noise(role: Any, steps: int) -> list[int]:
+        return [t.tick for t in run(role, 2, steps)[0]]
+
+    by_row = roles(profile())[1]
+    by_step = roles(profile('rl.rollout_seed_clock="optimizer_step"'))[1]
+    assert (first_noise(by_row, 0), first_noise(by_row, 9)) == ([0, 1], [0, 1])
+    assert (first_noise(by_step, 0), first_noise(by_step, 9)) == ([0, 0], [9, 9])
+
+
+def test_a_number_that_is_not_finite_stops_before_scoring_and_names_the_rows(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile("rl.seed=5"))
+    set_adapter(family, "old", 1, scale=float("nan"))
+    handed_on: list[Trajectory] = []
+    with pytest.raises(TrainingFailed, match="final latent of sample 0 is not finite") as caught:
+        role.sample(source_rows(2, first=1), 0, handed_on.extend)
+    assert caught.value.message.endswith("on rank 0 with seed 5; the samples are rows 1 (a black one), 2 (a red eight)")
+    assert caught.value.hint
+    assert handed_on == []
