@@ -88,7 +88,7 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             [sys.executable, "-m", "nftctl", *arguments],
             cwd=tmp_path,
-            env={**clean_environment(), **env},
+            env={**clean_environment(), "TEST_MARK": f"run-{os.getpid()}", **env},
             capture_output=True,
             text=True,
             timeout=timeout,

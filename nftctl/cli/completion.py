@@ -28,7 +28,7 @@ def profile_names(incomplete: str) -> list[str]:
 
 def bundled_names(incomplete: str) -> list[str]:
     """Bundled profiles only."""
-    from nftctl.profile.load import bundled_profiles
+    from nftctl.profile.artifacts import bundled_profiles
 
     return [name for name in bundled_profiles() if name.startswith(incomplete)]
 
@@ -41,9 +41,9 @@ def checkpoint_names(incomplete: str) -> list[str]:
 
 def set_keys(incomplete: str) -> list[str]:
     """Every key of a profile, followed by the equals sign."""
-    from nftctl.profile.keys import dotted, leaves
+    from nftctl.profile.outline import dotted_keys
 
-    return [f"{key}=" for path in leaves() if (key := dotted(path)).startswith(incomplete)]
+    return [f"{key}=" for key in dotted_keys() if key.startswith(incomplete)]
 
 
 def scorer_names(incomplete: str) -> list[str]:

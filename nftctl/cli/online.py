@@ -90,19 +90,12 @@ async def _all(providers: list[Provider], reward: Reward, env: Mapping[str, str]
 
 
 async def _revision(provider: Provider, reward: Reward, token: str) -> str | RewardFailed:
-    """The revision that a service declares, or why it does not. No retries: the question is whether it is up now."""
-    from nftctl.reward.client import RewardClient
+    """The revision that a service declares, or why there is none. No retries: the question is if it is up now."""
+    from nftctl.reward.connect import connect
 
+    once = reward.model_copy(update={"retries": 0})
     try:
-        client = RewardClient(
-            provider.url,
-            provider.revision,
-            token,
-            connect_timeout=reward.connect_timeout_s,
-            read_timeout=reward.read_timeout_s,
-            retries=0,
-        )
-        async with client:
+        async with connect(provider, once, url=provider.url, revision=provider.revision, token=token) as client:
             return (await client.info(compare=False)).revision
     except RewardFailed as failure:
         return failure
@@ -113,6 +106,9 @@ def _judge(provider: Provider, answer: str | RewardFailed, key: str, answers: An
     if isinstance(answer, RewardFailed):
         answers.problems.append(("reward-unreachable", Problem(f"{key}.url", answer.message, answer.hint)))
         return {"url": provider.url, "up": False, "revision": revision, "how": f"no answer from {provider.url}"}
+    if provider.protocol == "cosmos-rl":  # the protocol has no place for a revision
+        how = f"up at {provider.url}; it declares no revision, {provider.revision} is the profile's word"
+        return {"url": provider.url, "up": True, "revision": revision, "how": how}
     entry: dict[str, Any] = {"url": provider.url, "up": True, "revision": revision | {"served": answer}}
     if answer != provider.revision:
         message = f"{provider.url} serves revision {answer!r}, and {provider.revision!r} is pinned"

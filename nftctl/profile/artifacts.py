@@ -92,6 +92,11 @@ def is_vae(folder: Path) -> bool:
     return is_file(folder / "config.json")
 
 
+def bundled_profiles() -> dict[str, Path]:
+    """Name -> file of every profile in the package."""
+    return {path.stem: path for path in sorted((PACKAGE / "_profiles").glob("*.toml"))}
+
+
 def scorer_names() -> list[str]:
     """The packaged scorers: one module each."""
     return sorted(p.stem for p in (PACKAGE / "reward" / "scorers").glob("*.py") if p.stem != "__init__")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import nftctl
 from nftctl.errors import Finding, ProfileRefused
+from nftctl.profile.artifacts import bundled_profiles
 from nftctl.profile.diagnose import Places, arrange, printable, unknown_variable
 from nftctl.profile.keys import locate, parse
 from nftctl.profile.layers import Layers
@@ -55,12 +55,6 @@ class Resolved:
     """The file, verbatim."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Every file that was read, the profile first: path as shown -> text. Lines are looked up in these."""
-
-
-def bundled_profiles() -> dict[str, Path]:
-    """Name -> file of every profile in the package."""
-    folder = Path(nftctl.__file__).parent / "_profiles"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def find_profile(argument: str | None, env: Mapping[str, str], cwd: Path) -> tuple[Path, str]:

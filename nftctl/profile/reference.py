@@ -23,6 +23,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "grid-placement": ("grid.gpu_placement",),
     "gpus-per-role": ("grid.gpus_per_role",),
     "group-size": ("rl.group_size",),
+    "grid-address": ("grid.address",),
     "role-shape": ("grid.ranks", "grid.num_replicas", "grid.shapes"),
     "video-not-in-release": ("rl.modality",),
     "video-profile": ("rl.profile",),

@@ -7,9 +7,15 @@ numbers that are not finite.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+
+from nftctl.profile.outline import meanings
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 
 class Section(BaseModel):
@@ -20,9 +26,17 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        # pydantic can collect the docstrings itself, but does so at every start and takes a fifth of it.
+        for name, text in meanings(cls.__name__).items():
+            properties[name]["description"] = text
+        return found
 
 
 Positive = Annotated[float, Field(gt=0)]
@@ -61,7 +75,7 @@ class Grid(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto` takes GPUs when there are any."""
     address: str = "local"
-    """`local` starts a private Ray; anything else is the address of a cluster to join."""
+    """`local` starts a private Ray; joining a cluster is not in this release."""
     collective_timeout_s: Positive = 120.0
     """Seconds after which a collective that a rank does not join fails."""
 

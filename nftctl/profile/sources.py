@@ -36,7 +36,12 @@ class Settings(Profile, BaseSettings):
     """The profile as pydantic-settings sees it; never instantiated, only walked by the sources."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, strict=False, extra="forbid"
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        enable_decoding=False,
+        strict=False,
+        extra="forbid",
+        defer_build=True,  # never built: a validator of the whole profile costs time at every start
     )
 
 

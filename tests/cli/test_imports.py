@@ -47,7 +47,7 @@ def modules(folder: Path, *arguments: str, env: dict[str, str] | None = None) ->
         (("validate",), ("aiohttp", "rich", "filelock", "tree_sitter")),
         (("validate", "--show-resolved"), ("aiohttp", "rich", "filelock")),
         (("launch", "--dry-run"), ("aiohttp", "rich")),
-        (("inspect-checkpoint", "tiny", "--verify", "--tensors"), (*QUICK, "pydantic_settings")),
+        (("inspect-checkpoint", "tiny", "--verify", "--tensors"), (*QUICK, "pydantic", "pydantic_settings")),
         (("reward-ping",), ("rich", "filelock")),
         (("profiles",), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
         (("profiles", "--schema"), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
@@ -93,4 +93,4 @@ def test_refusals_do_not_load_the_engine(tmp_path: Path, arguments: tuple[str, .
 def test_completion_imports_little(tmp_path: Path, words: str, count: int) -> None:
     env = {"_NFTCTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     _, found = modules(tmp_path, env=env)
-    assert not found & {*HEAVY, "aiohttp", "rich", "filelock", "numpy"}
+    assert not found & {*HEAVY, "aiohttp", "rich", "filelock", "numpy", "pydantic"}

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nftctl.cli.online import ray_endpoint, visible_gpus
+from nftctl.cli.online import Answers, look_around, ray_endpoint, visible_gpus
+from nftctl.errors import Finding
+from nftctl.profile.load import load_profile
 from nftctl.reward.scorers import scorer_revision
+from tests.interop.test_cosmos_training import serving
 from tests.profile.conftest import COMPLETE, toml_of, write_place
 
 from .program import nftctl, the_object
@@ -93,20 +96,50 @@ def test_all_reward_faults_are_told_at_once_and_end_with_4(tmp_path: Path, url: 
 
 
 def test_other_faults_beside_end_with_3(tmp_path: Path, closed: str) -> None:
-    write(tmp_path, [{"name": "down", "url": f"http://{closed}", "revision": "r1"}], **{"grid.address": closed})
+    write(tmp_path, [{"name": "down", "url": f"http://{closed}", "revision": "r1"}], **{"grid.device": "cuda"})
     document = online(tmp_path)
     assert document["exit_code"] == 3
-    assert {f["code"] for f in document["diagnostics"]} == {"reward-unreachable", "ray-unreachable"}
-    assert document["online"]["ray"] == {"address": closed, "reachable": False, "how": "not reachable"}
+    assert {f["code"] for f in document["diagnostics"]} == {"reward-unreachable", "gpus-too-few"}
 
 
-def test_a_ray_that_listens_is_enough(tmp_path: Path, url: str) -> None:
+def answers_of(folder: Path, address: str) -> tuple[Answers, list[Finding]]:
+    """Preflight refuses every address but `local`, so the question is put without it."""
+    embedded: dict[str, object] = {"name": "digits", "kind": "embedded", "scorer": "tiny_digits"}
+    write(folder, [embedded], **{"grid.address": address})
+    return look_around(load_profile(folder / "p.toml", env={}), {})
+
+
+def test_a_ray_that_does_not_listen(tmp_path: Path, closed: str) -> None:
+    answers, (finding,) = answers_of(tmp_path, closed)
+    assert (finding.code, finding.key) == ("ray-unreachable", "grid.address")
+    assert finding.message == f"no Ray at {closed} (grid.address): Connection refused"
+    assert answers.ray == {"address": closed, "reachable": False, "how": "not reachable"}
+
+
+def test_what_cannot_be_an_address_is_said(tmp_path: Path) -> None:
+    _, (finding,) = answers_of(tmp_path, "head")
+    assert finding.message == 'grid.address = "head" is not HOST:PORT, ray://HOST:PORT, auto or local'
+
+
+def test_a_ray_that_listens_is_enough(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
-        write(tmp_path, [{"name": "a", "url": url, "revision": "r1"}], **{"grid.address": address})
-        document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
-    assert document["exit_code"] == 0
-    assert document["online"]["ray"]["reachable"] is True
+        answers, findings = answers_of(tmp_path, f"ray://127.0.0.1:{server.getsockname()[1]}")
+    assert findings == []
+    assert answers.ray["reachable"] is True
+    assert answers.gpus["how"] == "not needed: grid.device is cpu"
+
+
+@pytest.mark.parametrize("fault", ["", "down"])
+def test_a_service_that_declares_no_revision_is_only_asked_if_it_is_up(tmp_path: Path, closed: str, fault: str) -> None:
+    with serving() as address:
+        url = f"http://{closed}" if fault else address
+        write(tmp_path, [{"name": "brightness", "protocol": "cosmos-rl", "url": url, "revision": "said/1"}])
+        document = online(tmp_path)
+    assert [f["code"] for f in document["diagnostics"]] == (["reward-unreachable"] if fault else [])
+    (reward,) = document["online"]["rewards"]
+    assert reward["up"] == (not fault)
+    assert reward["revision"] == {"pinned": "said/1", "served": None}
+    assert fault or "declares no revision" in reward["how"]
 
 
 def test_too_few_gpus(tmp_path: Path, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,13 +28,17 @@ QUIET = (*SMALL, "--set", 'eval.prompt_file=""', "--set", "samples.prompts=0")
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def ray_processes() -> set[int]:
-    """Processes of any Ray on this machine."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if "raylet" in line or "gcs_server" in line or line.startswith("ray::"):
-            found.add(process.pid)
+MARK = f"run-{os.getpid()}"
+"""Put into the environment of every process that these tests start, so that theirs alone are looked for."""
+
+
+def left_behind() -> list[str]:
+    """Command lines of processes, of whatever program, that were started by these tests and still run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TEST_MARK") == MARK and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()) or process.name())
     return found
 
 
@@ -41,7 +46,7 @@ def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "nftctl", *arguments],
         cwd=folder,
-        env={**clean_environment(), **env},
+        env={**clean_environment(), "TEST_MARK": MARK, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,11 +74,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A finished run of three steps, with evaluation and grids. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("first")
-    before = ray_processes()
     process = start(folder, "launch", "--steps", "3", "--name", "first", *SMALL, "--json")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert ray_processes() <= before
+    assert left_behind() == []
     return folder, json.loads(out)
 
 
@@ -148,12 +152,12 @@ def test_a_finished_run_has_nothing_to_do(copy: Path, cli: Cli) -> None:
 def test_a_missing_first_shard_is_refused_by_name(copy: Path, cli: Cli) -> None:
     shard = sorted((copy / "checkpoints" / "step_000003" / "state").glob("*.safetensors"))[0]
     shard.unlink()
-    before, processes = snapshot(copy), ray_processes()
+    before = snapshot(copy)
     result = cli("resume", "first", "--steps", "4", timeout=60)
     assert result.returncode == 5
     assert shard.name in result.stderr
     assert snapshot(copy) == before
-    assert ray_processes() <= processes
+    assert left_behind() == []
 
 
 @pytest.mark.parametrize(
@@ -163,16 +167,15 @@ def test_a_missing_first_shard_is_refused_by_name(copy: Path, cli: Cli) -> None:
 def test_a_changed_run_is_refused_before_anything_starts(
     copy: Path, cli: Cli, setting: str, code: int, text: str
 ) -> None:
-    before, processes = snapshot(copy), ray_processes()
+    before = snapshot(copy)
     result = cli("resume", "first", "--steps", "4", "--set", setting, timeout=60)
     assert result.returncode == code, result.stderr
     assert text in result.stderr
     assert snapshot(copy) == before
-    assert ray_processes() <= processes
+    assert left_behind() == []
 
 
 def test_launch_refuses_by_preflight_without_a_folder(cli: Cli, tmp_path: Path) -> None:
-    processes = ray_processes()
     result = cli(
         "launch", "--steps", "2", "--set", "grid.backend=torchrun", "--set", "rl.ref.update_every=1", timeout=60
     )
@@ -180,11 +183,10 @@ def test_launch_refuses_by_preflight_without_a_folder(cli: Cli, tmp_path: Path) 
     assert "grid-backend" in result.stderr
     assert "reference-not-frozen" in result.stderr
     assert list(tmp_path.iterdir()) == []
-    assert ray_processes() <= processes
+    assert left_behind() == []
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    processes = ray_processes()
     process = start(tmp_path, "launch", "--steps", "500", "--name", "killed", *QUIET)
     run = tmp_path / "runs" / "killed"
     pid = int(wait_for(run / "logs" / "attempt_1" / "rank_1.log", r"rank 1 of 2 on cpu, pid (\d+)")[1])
@@ -194,7 +196,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert process.returncode == 7, err
     assert "rank 1" in err
     assert str(pid) in err
-    assert ray_processes() <= processes
+    assert left_behind() == []
 
 
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cli: Cli) -> None:

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from nftctl.profile.keys import dotted, leaves, locate
+from nftctl.profile.outline import dotted_keys, meanings
 from nftctl.profile.schema import Profile
 
 # Section 5 of the specification, and what sections 3 and 4 say of modality and topology.
@@ -119,6 +120,22 @@ def test_every_key_says_what_it_is() -> None:
         above = locate(path[:-1])
         assert above is not None
         assert above.section is not None
-        assert above.section.model_fields[str(path[-1])].description, dotted(path)
+        assert meanings(above.section.__name__)[str(path[-1])], dotted(path)
         count += 1
     assert count == len({dotted(path) for path in leaves()}) >= 90
+
+
+def test_the_outline_lists_the_keys_of_the_schema_in_order() -> None:
+    assert list(dotted_keys()) == [dotted(path) for path in leaves()]
+
+
+def test_the_json_schema_says_what_each_key_is() -> None:
+    document = Profile.model_json_schema()
+    assert document["$defs"]["Rl"]["properties"]["beta"]["description"].startswith(
+        "Sharpness of the implicit velocities."
+    )
+    assert "providers" in document["$defs"]["Reward"]["properties"]
+    # A docstring over several lines is one text.
+    decay = document["$defs"]["Old"]["properties"]["decay"]["description"]
+    assert decay == meanings("Old")["decay"]
+    assert decay.endswith("or `constant`.")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from nftctl.profile.artifacts import scorer_names
 from nftctl.profile.rules.rule import Facts, Problem, Rule
-from nftctl.profile.schema import Provider
+from nftctl.profile.schema import Provider, Reward
 from nftctl.profile.sources import PREFIX, SPECIAL
 
 PATHS = ("/v1/score", "/v1/info", "/api/reward/enqueue", "/api/reward/pull", "/api/reward/ping")
@@ -134,8 +134,9 @@ def _aggregation(facts: Facts) -> Iterator[Problem]:
 
 
 def _encoding(facts: Facts) -> Iterator[Problem]:
-    reward, origins = facts.profile.reward, facts.resolved.origins
-    if reward.encoding != "jpeg" and origins["reward.jpeg_quality"].source != "default":
+    reward = facts.profile.reward
+    # By value, not by origin: in the profile that a run wrote down nothing is left to a default.
+    if reward.encoding != "jpeg" and reward.jpeg_quality != Reward().jpeg_quality:
         yield Problem("reward.jpeg_quality", 'reward.jpeg_quality has no effect without reward.encoding = "jpeg"')
     if reward.encoding != "png" and reward.providers and all(p.protocol == "cosmos-rl" for p in reward.providers):
         message = "reward.encoding has no effect: cosmos-rl sends pixels as they are"

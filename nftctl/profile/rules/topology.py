@@ -37,6 +37,13 @@ def _group_size(facts: Facts) -> Iterator[Problem]:
         yield Problem("rl.group_size", message)
 
 
+def _address(facts: Facts) -> Iterator[Problem]:
+    address = facts.profile.grid.address
+    if address != "local":
+        message = f'grid.address = "{address}" would join a Ray cluster, which this release does not do'
+        yield Problem("grid.address", message, help="remove the key: the run starts a Ray of its own on this machine")
+
+
 def _role_shape(facts: Facts) -> Iterator[Problem]:
     grid, size = facts.profile.grid, facts.profile.rl.group_size
     why = f"rl.group_size = {size} means {size} model ranks"
@@ -61,5 +68,6 @@ RULES = (
     Rule("grid-placement", "The actors form one distributed FSDP world.", _placement),
     Rule("gpus-per-role", "Colocated roles take no GPUs of their own.", _gpus_per_role),
     Rule("group-size", "An advantage compares at least two samples of a prompt.", _group_size),
+    Rule("grid-address", "This release runs on one machine, in a Ray of its own.", _address),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
 )
