@@ -1,4 +1,4 @@
-"""From rewards to optimality: group-relative advantages, their clamp, the two maps, and the step's statistics.
+"""From rewards to optimality: group-relative advantages of one reward or of several, clamp, maps, and statistics.
 
 A group is one row: the samples of one prompt, one per rank. Everything is float64 on the CPU. Dropped rows are excluded
 from every mean and spread; refuses a kept reward that is not finite and a step of which nothing is left.
@@ -6,6 +6,7 @@ from every mean and spread; refuses a kept reward that is not finite and a step 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +18,8 @@ STD_FLOOR = 1e-4
 """Added to the spread that divides."""
 ZERO_SPREAD = 1e-8
 """A group whose spread is below this share of max(1, |mean|) is constant: what differs is rounding, not quality."""
+UNIT_FLOOR = 1e-6
+"""Smallest spread that a reward is scaled up from when it is brought to unit spread."""
 
 
 def zero_spread(rewards: Tensor) -> Tensor:
@@ -38,6 +41,35 @@ def advantages(rewards: Tensor, kept: Tensor, std: Literal["group", "global"] = 
     spread = scored.std(correction=0) if std == "global" else scored.std(dim=1, correction=0, keepdim=True)
     result = torch.zeros_like(rewards, dtype=torch.float64)
     result[kept] = torch.where(zero_spread(scored)[:, None], 0.0, centred / (spread + STD_FLOOR))
+    return result
+
+
+def gdpo(scores: Tensor, weights: Sequence[float], kept: Tensor) -> Tensor:
+    """Advantages of several rewards of unlike scale, float64 [rows, ranks].
+
+    Each score is brought to zero mean and unit spread within its row, (s - mean) / max(spread, 1e-6), then they are
+    weighed and added, and the sums are brought to zero mean and unit spread over all kept samples. A score that is
+    constant in a row adds exactly 0 there. Rows in which all are constant, and dropped rows, are exactly 0.
+
+    Args:
+        scores: float64 [providers, rows, ranks]; values of dropped rows are never read.
+        weights: one per provider; 0 leaves it out.
+        kept: bool [rows], false where the group was dropped.
+    """
+    total = torch.zeros_like(scores[0][kept], dtype=torch.float64)
+    silent = torch.ones(total.shape[0], dtype=torch.bool)
+    for score, weight in zip(scores, weights, strict=True):
+        if weight == 0:
+            continue
+        scored = _scored(score, kept)
+        flat = zero_spread(scored)
+        spread = scored.std(dim=1, correction=0, keepdim=True).clamp_min(UNIT_FLOOR)
+        total += weight * torch.where(flat[:, None], 0.0, (scored - scored.mean(dim=1, keepdim=True)) / spread)
+        silent &= flat
+    result = torch.zeros_like(scores[0], dtype=torch.float64)
+    spread = total.std(correction=0)
+    if spread >= ZERO_SPREAD:
+        result[kept] = torch.where(silent[:, None], 0.0, (total - total.mean()) / spread.clamp_min(UNIT_FLOOR))
     return result
 
 
@@ -73,6 +105,7 @@ def statistics(
     """The step's reward-side metrics over kept samples, equal weight each, by their names in a metrics row.
 
     `advantage` is unclamped; its mean is taken after the clamp, and the clamped shares count those outside the bounds.
+    Groups without spread are those of which every advantage is exactly 0.
     """
     scored, raw = _scored(rewards, kept), advantage[kept]
     return {
@@ -84,6 +117,6 @@ def statistics(
         "train/optimality_second_moment": r[kept].square().mean().item(),
         "reward/std": scored.std(correction=0).item(),
         "reward/group_std": scored.std(dim=1, correction=0).mean().item(),
-        "reward/zero_spread_groups": float(zero_spread(scored).sum().item()),
+        "reward/zero_spread_groups": float((raw == 0).all(dim=1).sum().item()),
         "reward/dropped_groups": float((~kept).sum().item()),
     }

@@ -1,80 +1,103 @@
-"""`nftctl reward-ping`: who each reward service is, how fast it answers, and whether it can score one image.
+"""`nftctl reward-ping`: is every reward service there, is it the right one, how fast is it, and can it score an image.
 
-Speaks the protocol exactly as a run does, but without retries, so that a fault shows as it is. An embedded scorer is
-started here on a free port, as a run would start it. The web library is imported after the profile was accepted.
+Owns which services are asked and what is said about them. All are asked, also when one has failed; a failure names URL,
+phase and time, and ends the command with exit code 4. An embedded scorer is started here as a run would start it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import statistics
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from nftctl.cli.console import Console, table
-from nftctl.errors import ProfileRefused, RewardFailed, UsageRefused
+from nftctl.cli.probe import Step, Wishes, probe
+from nftctl.errors import ExitCode, ProfileRefused, RewardFailed, UsageRefused
 
 if TYPE_CHECKING:
     from nftctl.profile.load import Resolved
-    from nftctl.reward.client import RewardClient
-    from nftctl.reward.protocol import Item, Score, ServiceInfo
+    from nftctl.profile.schema import Profile, Provider, Reward
 
-TOKEN_VARIABLE = "NFTCTL_REWARD_TOKEN"
-TOY_PROMPT = "a red seven"
-TOY_SIDE = 8
+PROTOCOLS = ("nftctl-reward/1", "cosmos-rl")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One service to ask. `scorer` is set for an embedded one, which has no URL before it is started."""
+class Address:
+    """A service that no profile names."""
 
-    name: str
-    url: str
-    revision: str
-    scorer: str = ""
-    token_env: str = TOKEN_VARIABLE
-
-
-@dataclass(frozen=True, slots=True)
-class Toy:
-    """The image that is scored: its prompt and its size in pixels."""
-
-    prompt: str = TOY_PROMPT
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    height: int = TOY_SIDE
-    width: int = TOY_SIDE
+    url: str | None = None
+    revision: str | None = None
+    protocol: str | None = None
+    reward_fn: str | None = None
+    score_key: str | None = None
 
 
-def ping(
-    argument: str | None, *, url: str | None, revision: str | None, timeout: float, count: int, json: bool
-) -> None:
-    """Ask every service of a profile, or the one at `url`. Raises RewardFailed at the first that fails."""
+def ping(argument: str | None, address: Address, wishes: Wishes, *, json: bool) -> None:
+    """Ask every service of a profile, or the one at an address; exit code 4 when one of them failed."""
     console = Console(json=json)
-    if url is None and revision is not None:
-        raise UsageRefused("--revision belongs to --url", hint="a profile pins the revisions of its providers itself")
-    if url is not None and argument is not None:
+    if address.url is None:
+        _only_with_url(address)
+        profile, step = _from_profile(console, argument)
+    elif argument is not None:
         raise UsageRefused("give a profile or --url, not both")
-    if url is None:
-        targets, toy = _from_profile(console, argument)
     else:
-        targets, toy = [Target("service", url, revision or "")], Toy()
-    answers = []
-    for target in targets:
-        if target.scorer:
-            console.say(f"{target.name}: embedded, a run starts {target.scorer} itself; starting one to ask it")
-        answers.append(asyncio.run(_ask(target, toy, timeout, count)))
-        for line in _lines(answers[-1]):
+        profile, step = _from_address(address), Step()
+    answers, failures = [], []
+    for provider in profile.reward.providers:
+        try:
+            answers.append(_ask(console, provider, profile, step, wishes))
+        except RewardFailed as failure:
+            failures.append({"message": failure.message, "hint": failure.hint})
+            answers.append({"name": provider.name, "url": provider.url or None, "ok": False, "error": failures[-1]})
+            console.error(failure.message, failure.hint)
+        for line in _lines(answers[-1], profile.reward):
             console.data(line)
-    console.result("reward-ping", services=answers)
+    if not failures:
+        console.result("reward-ping", services=answers)
+        return
+    console.result("reward-ping", exit_code=ExitCode.REWARD, services=answers, error=failures[0])
+    raise typer.Exit(ExitCode.REWARD)
 
 
-def _from_profile(console: Console, argument: str | None) -> tuple[list[Target], Toy]:
-    """The providers of a profile; only what concerns them has to be right in it."""
+def _only_with_url(address: Address) -> None:
+    given = {"--revision": address.revision, "--protocol": address.protocol, "--reward-fn": address.reward_fn,
+             "--score-key": address.score_key}  # fmt: skip
+    for option, value in given.items():
+        if value is not None:
+            raise UsageRefused(f"{option} belongs to --url", hint="a profile pins and names all that itself")
+
+
+def _from_address(address: Address) -> Profile:
+    """A profile with nothing but the service at `address`."""
+    from nftctl.profile.schema import Profile, Provider, Reward
+
+    protocol = address.protocol or PROTOCOLS[0]
+    if protocol not in PROTOCOLS:
+        raise UsageRefused(f"--protocol {protocol!r} is not one of {', '.join(PROTOCOLS)}")
+    if protocol == "cosmos-rl" and not address.reward_fn:
+        raise UsageRefused("--protocol cosmos-rl needs --reward-fn, the name of what the service is to run")
+    if protocol != "cosmos-rl" and (address.reward_fn or address.score_key):
+        raise UsageRefused("--reward-fn and --score-key belong to --protocol cosmos-rl")
+    provider = Provider(
+        name=address.reward_fn or "service",
+        protocol=protocol,  # type: ignore[arg-type]
+        url=address.url or "",
+        revision=address.revision or "",
+        reward_fn=address.reward_fn or "",
+        score_key=address.score_key or "",
+    )
+    return Profile(reward=Reward(providers=[provider]))
+
+
+def _from_profile(console: Console, argument: str | None) -> tuple[Profile, Step]:
+    """A profile of which only what concerns its rewards has to be right."""
     from nftctl.profile.load import find_profile, load_profile
     from nftctl.profile.preflight import check
 
@@ -84,119 +107,71 @@ def _from_profile(console: Console, argument: str | None) -> tuple[list[Target],
     findings = [f for f in check(resolved) if f.severity == "error" and f.key.split(".")[0] == "reward"]
     if findings:
         raise ProfileRefused(findings)
-    providers = resolved.profile.reward.providers
-    if not providers:
+    if not resolved.profile.reward.providers:
         raise UsageRefused(f"{resolved.name} has no reward provider", hint="ask a service with --url")
-    return [Target(p.name, p.url, p.revision, p.scorer, p.token_env) for p in providers], _toy(resolved)
+    return resolved.profile, _step(resolved)
 
 
-def _toy(resolved: Resolved) -> Toy:
-    """An image of the profile's size for the profile's first prompt, where there is one."""
+def _step(resolved: Resolved) -> Step:
+    """The images of the profile's steps, with its first prompt, where there is one."""
     from nftctl.profile.prompts import read_prompts, resolve_prompt_file
 
     profile = resolved.profile
+    model = profile.model
+    step = Step(height=model.height, width=model.width, rows=profile.data.rows_per_step, ranks=profile.ranks)
     try:
         first = read_prompts(resolve_prompt_file(profile.data.prompt_file, "train"))[0]
     except ProfileRefused:
-        return Toy(height=profile.model.height, width=profile.model.width)
-    return Toy(first.reward_text, first.metadata, profile.model.height, profile.model.width)
+        return step
+    return replace(step, prompt=first.reward_text, metadata=first.metadata)
 
 
-async def _ask(target: Target, toy: Toy, timeout: float, count: int) -> dict[str, Any]:
-    token = os.environ.get(target.token_env, "")
-    if not target.scorer:
-        return await _ask_at(target, target.url, target.revision, token, toy, timeout, count)
+def _ask(console: Console, provider: Provider, profile: Profile, step: Step, wishes: Wishes) -> dict[str, Any]:
+    token = os.environ.get(provider.token_env, "")
+    if provider.kind == "http":
+        return asyncio.run(probe(provider, profile.reward, provider.url, provider.revision, token, step, wishes))
+    console.say(f"{provider.name}: embedded, a run starts {provider.scorer} itself; starting one to ask it")
+    with _embedded(provider, profile) as (url, revision):
+        return asyncio.run(probe(provider, profile.reward, url, revision, token, step, wishes))
+
+
+@contextmanager
+def _embedded(provider: Provider, profile: Profile) -> Iterator[tuple[str, str]]:
+    """A packaged scorer as a process of its own for the time of the block; yields its URL and revision."""
+    from nftctl.engine import services
     from nftctl.reward.scorers import scorer_revision
 
-    async with _embedded(target.scorer, token) as url:
-        revision = target.revision or scorer_revision(target.scorer)
-        return await _ask_at(target, url, revision, token, toy, timeout, count)
+    revision = provider.revision or scorer_revision(provider.scorer)
+    alone = profile.model_copy(update={"reward": profile.reward.model_copy(update={"providers": [provider]})})
+    with tempfile.TemporaryDirectory(prefix="nftctl-ping-") as logs, ExitStack() as stack:
+        try:
+            started = stack.enter_context(services.embedded(alone, {provider.name: revision}, Path(logs)))
+        except RewardFailed as failure:
+            # The log goes with its folder, so what it ends with has to be said now.
+            lines = [line for log in Path(logs).iterdir() for line in log.read_text().splitlines()]
+            raise RewardFailed(failure.message.partition("; see")[0], hint="\n".join(lines[-1:])) from None
+        yield started[provider.name].endpoint.url, revision
 
 
-@asynccontextmanager
-async def _embedded(scorer: str, token: str) -> AsyncIterator[str]:
-    """Serve a packaged scorer from this process for as long as the block lasts; yields its URL."""
-    from aiohttp import web
-
-    from nftctl.reward.scorers import load_scorer, scorer_revision
-    from nftctl.reward.server import make_app
-
-    runner = web.AppRunner(make_app(load_scorer(scorer), scorer_revision(scorer), token), access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-async def _ask_at(
-    target: Target, url: str, revision: str, token: str, toy: Toy, timeout: float, count: int
-) -> dict[str, Any]:
-    from nftctl.reward.client import RewardClient
-
-    def client_for(revision: str) -> RewardClient:
-        return RewardClient(url, revision, token, connect_timeout=timeout, read_timeout=timeout, retries=0)
-
-    async with client_for(revision) as client:
-        info, seconds = await _timed_info(client, count)
-    if revision and info.revision != revision:
-        raise RewardFailed(
-            f"reward provider {target.name} at {url}: revision {revision!r} is pinned, {info.revision!r} is served",
-            hint="start the pinned service, or pin the served revision",
-        )
-    async with client_for(info.revision) as client:
-        score = await _score_toy(client, toy, timeout)
-    return {
-        "name": target.name,
-        "url": url,
-        "embedded": bool(target.scorer),
-        "service": info.name,
-        "revision": {"pinned": revision or None, "served": info.revision},
-        "components": list(info.components),
-        "max_items": info.max_items,
-        "latency_ms": {
-            "count": count,
-            "p50": round(statistics.median(seconds) * 1e3, 2),
-            "max": round(max(seconds) * 1e3, 2),
-        },
-        "toy": {"prompt": toy.prompt, "score": score.score, "components": dict(score.components)},
-    }
-
-
-async def _timed_info(client: RewardClient, count: int) -> tuple[ServiceInfo, list[float]]:
-    seconds = []
-    for _ in range(count):
-        before = time.monotonic()
-        info = await client.info(compare=False)
-        seconds.append(time.monotonic() - before)
-    return info, seconds
-
-
-async def _score_toy(client: RewardClient, toy: Toy, timeout: float) -> Score:
-    # Room for a connection and an answer, so that each limit can be blamed by its own name.
-    by = time.monotonic() + 2 * timeout
-    key = f"ping/{time.time_ns()}/0/0/0"
-    (score,) = await client.score([_toy_item(toy)], key=key, deadline=by)
-    return score
-
-
-def _toy_item(toy: Toy) -> Item:
-    """A grey ramp: no picture of anything, so its score says only that the service scores."""
-    import numpy as np
-
-    from nftctl.reward.protocol import Item
-
-    ramp = np.linspace(0, 255, toy.height * toy.width * 3).astype(np.uint8)
-    return Item("ping/0", toy.prompt, toy.metadata, ramp.reshape(toy.height, toy.width, 3))
-
-
-def _lines(answer: dict[str, Any]) -> Sequence[str]:
-    latency, revision, toy = answer["latency_ms"], answer["revision"], answer["toy"]
-    match = "as pinned" if revision["pinned"] else "not pinned"
-    return table([
-        (answer["name"], f"{answer['url']} ({answer['service']})"),
-        ("  revision", f"{revision['served']} ({match})"),
-        ("  latency", f"p50 {latency['p50']} ms, max {latency['max']} ms over {latency['count']}"),
+def _lines(answer: dict[str, Any], reward: Reward) -> Sequence[str]:
+    if not answer["ok"]:
+        return [f"{answer['name']}: failed"]
+    latency, toy, load = answer["latency_ms"], answer["toy"], answer["load"]
+    times = f"p50 {latency['p50']} ms, p95 {latency['p95']} ms, max {latency['max']} ms over {latency['count']}"
+    rows = [
+        (answer["name"], f"{answer['url']} ({answer['service']}, {answer['protocol']})"),
+        ("  revision", _revision(answer["revision"])),
+        ("  latency", times),
         ("  toy image", f"score {toy['score']:.4g} for {toy['prompt']!r}"),
-    ])  # fmt: skip
+    ]
+    if load:
+        size = f"{load['images']} images of {load['width']}x{load['height']} from {load['ranks']} ranks"
+        speed = f"{load['seconds']:.2f} s, {load['images_per_second']:.4g} images/s; the deadline is"
+        rows.append(("  load", f"{size} in {speed} {reward.deadline_s:g} s"))
+    return table(rows)
+
+
+def _revision(revision: dict[str, str | None]) -> str:
+    if revision["served"] is None:
+        return f"{revision['pinned'] or 'not pinned'} (declared by the profile; the protocol has none)"
+    return f"{revision['served']} ({'as pinned' if revision['pinned'] else 'not pinned'})"

@@ -20,6 +20,8 @@ from nftctl.profile.schema import Profile, Provider, Reward
 from nftctl.reward.protocol import ServiceInfo
 from nftctl.roles.reward import Endpoint
 
+TAKEN = ("std", "group_std", "failures")
+"""Metrics `reward/<provider>/...` that are not components."""
 START_TIMEOUT_S = 60.0
 """Seconds an embedded service may take to say where it listens."""
 
@@ -45,6 +47,13 @@ def ask(endpoint: Endpoint, reward: Reward) -> Service:
             f"reward provider {endpoint.provider.name} at {endpoint.url}: revision {endpoint.revision} is pinned, "
             f"{declared.revision} is served",
             hint="start the pinned service, or pin the served revision in a new run",
+        )
+    taken = [part for part in declared.components if part in TAKEN]
+    if taken:
+        raise RewardFailed(
+            f"reward provider {endpoint.provider.name} at {endpoint.url} declares a component {taken[0]!r}, "
+            "which is the name of a metric",
+            hint="rename the component in the service",
         )
     return Service(endpoint, tuple(declared.components))
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from nftctl.errors import RewardFailed
-from nftctl.reward.images import BadImage, Encoding, Image, decode_image, encode_image
+from nftctl.reward.images import JPEG_QUALITY, BadImage, Encoding, Image, decode_image, encode_image
 
 PROTOCOL = "nftctl-reward/1"
 MAX_KEY = 200
@@ -89,11 +89,13 @@ def check_key(key: str) -> str:
     return key
 
 
-def encode_request(key: str, revision: str, items: Sequence[Item], encoding: Encoding = "png") -> bytes:
+def encode_request(
+    key: str, revision: str, items: Sequence[Item], encoding: Encoding = "png", quality: int = JPEG_QUALITY
+) -> bytes:
     """Body of `POST /v1/score`; equal arguments give equal bytes, as a repeated key requires. Raises RewardFailed."""
     _refuse_repeated([item.id for item in items])
-    document = {"request_id": check_key(key), "revision": revision, "items": [_item_out(i, encoding) for i in items]}
-    return orjson.dumps(document)
+    entries = [_item_out(item, encoding, quality) for item in items]
+    return orjson.dumps({"request_id": check_key(key), "revision": revision, "items": entries})
 
 
 def parse_request(body: bytes, *, max_items: int) -> Request:
@@ -108,7 +110,7 @@ def parse_request(body: bytes, *, max_items: int) -> Request:
 
 def _request_in(body: bytes, max_items: int) -> Request:
     where = "the request"
-    document = _load(body, where)
+    document = load_object(body, where)
     _refuse_loose(document, where)
     _only(document, {"request_id", "revision", "items"}, where)
     key = check_key(_text(document, "request_id", where))
@@ -124,9 +126,9 @@ def _request_in(body: bytes, max_items: int) -> Request:
     return Request(key, revision, items)
 
 
-def _item_out(item: Item, encoding: Encoding) -> dict[str, object]:
+def _item_out(item: Item, encoding: Encoding, quality: int) -> dict[str, object]:
     try:
-        data = encode_image(item.image, encoding)
+        data = encode_image(item.image, encoding, quality)
         # Packed one by one, so that metadata that JSON cannot hold is blamed on its item; NaN would become null.
         _refuse_non_finite(item.metadata)
         orjson.dumps([item.id, item.prompt, dict(item.metadata)])
@@ -169,8 +171,8 @@ def encode_reply(revision: str, scores: Sequence[Score]) -> bytes:
 
 def parse_reply(body: bytes, ids: Sequence[str], revision: str) -> list[Score]:
     """The scores of `ids`, in that order. Raises RevisionDiffers, or RewardFailed naming the item at fault."""
-    document = _load(body, "the reply")
-    _refuse_error_field(document, "the reply")
+    document = load_object(body, "the reply")
+    refuse_error_field(document, "the reply")
     check_revision(_text(document, "revision", "the reply"), revision, "the reply")
     entries = _list(document, "scores", "the reply")
     found: dict[str, Score] = {}
@@ -194,7 +196,7 @@ def parse_reply(body: bytes, ids: Sequence[str], revision: str) -> list[Score]:
 def _score_in(entry: object, n: int) -> Score:
     entry = _object(entry, f"score {n}")
     where = f"item {_text(entry, 'id', f'score {n}')!r}"
-    _refuse_error_field(entry, f"the score of {where}")
+    refuse_error_field(entry, f"the score of {where}")
     if "score" not in entry:
         raise RewardFailed(f"the reply has no score for {where}")
     value = finite(entry["score"], f"the score of {where}")
@@ -212,8 +214,8 @@ def encode_info(info: ServiceInfo) -> bytes:
 
 def parse_info(body: bytes) -> ServiceInfo:
     """What the service declares, or RewardFailed; the caller compares the revision."""
-    document = _load(body, "the service's info")
-    _refuse_error_field(document, "the service's info")
+    document = load_object(body, "the service's info")
+    refuse_error_field(document, "the service's info")
     where = "the service's info"
     protocol = _text(document, "protocol", where)
     if protocol != PROTOCOL:
@@ -252,7 +254,7 @@ def check_revision(served: str, pinned: str, where: str) -> None:
 def finite(value: object, where: str) -> float:
     """`value` as a float if it is a finite number; text, null, booleans, NaN and infinities raise RewardFailed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RewardFailed(f"{where} is {_shown(value)}, not a number")
+        raise RewardFailed(f"{where} is {shown(value)}, not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -269,8 +271,8 @@ class _Loose(dict[str, Any]):
     """A document that only a lenient parser accepts, kept so that the item with the NaN can be named."""
 
 
-def _load(body: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `body`; RewardFailed when it is none."""
+def load_object(body: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `body`; RewardFailed when it is none. NaN and Infinity are read, for `finite` to refuse."""
     try:
         return _object(orjson.loads(body), where)
     except orjson.JSONDecodeError as error:
@@ -288,9 +290,10 @@ def _refuse_loose(document: dict[str, Any], where: str) -> None:
         raise RewardFailed(f"{where} is not strict JSON: it holds NaN, Infinity or a number too large")
 
 
-def _refuse_error_field(document: Mapping[str, object], where: str) -> None:
+def refuse_error_field(document: Mapping[str, object], where: str) -> None:
+    """Raise RewardFailed when a reply says that it is none."""
     if "error" in document:
-        raise RewardFailed(f"{where} holds an error: {_shown(document['error'])}")
+        raise RewardFailed(f"{where} holds an error: {shown(document['error'])}")
 
 
 def _refuse_non_finite(value: object) -> None:
@@ -307,7 +310,7 @@ def _refuse_non_finite(value: object) -> None:
 
 def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RewardFailed(f"{where} is {_shown(value)}, not an object")
+        raise RewardFailed(f"{where} is {shown(value)}, not an object")
     return value
 
 
@@ -320,28 +323,28 @@ def _only(document: Mapping[str, object], known: set[str], where: str) -> None:
 def _text(document: Mapping[str, object], key: str, where: str, *, empty: bool = False) -> str:
     value = document.get(key)
     if not isinstance(value, str) or not (value or empty):
-        raise RewardFailed(f"{key} of {where} is {_shown(value)}, not a text")
+        raise RewardFailed(f"{key} of {where} is {shown(value)}, not a text")
     return value
 
 
 def _list(document: Mapping[str, object], key: str, where: str) -> list[Any]:
     value = document.get(key)
     if not isinstance(value, list):
-        raise RewardFailed(f"{key} of {where} is {_shown(value)}, not a list")
+        raise RewardFailed(f"{key} of {where} is {shown(value)}, not a list")
     return value
 
 
 def _texts(document: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
     values = _list(document, key, where)
     if not all(isinstance(v, str) and v for v in values):
-        raise RewardFailed(f"{key} of {where} is {_shown(values)}, not a list of texts")
+        raise RewardFailed(f"{key} of {where} is {shown(values)}, not a list of texts")
     return tuple(values)
 
 
 def _count(document: Mapping[str, object], key: str, where: str) -> int:
     value = document.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RewardFailed(f"{key} of {where} is {_shown(value)}, not a whole number of at least 1")
+        raise RewardFailed(f"{key} of {where} is {shown(value)}, not a whole number of at least 1")
     return value
 
 
@@ -353,7 +356,7 @@ def _refuse_repeated(ids: Sequence[str]) -> None:
         seen.add(i)
 
 
-def _shown(value: object, limit: int = 120) -> str:
+def shown(value: object, limit: int = 120) -> str:
     """A value as JSON would show it, short enough for a message."""
     names = {True: "true", False: "false"}
     text = "null" if value is None else names[value] if isinstance(value, bool) else repr(value)

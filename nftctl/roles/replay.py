@@ -1,6 +1,7 @@
 """The group's decision: rewards of all ranks side by side, which groups count, advantage and optimality of each sample.
 
-Every rank computes the same matrix, so nothing has to be agreed upon afterwards. Holds nothing between steps.
+Every rank computes the same matrix, so nothing has to be agreed upon afterwards. Holds nothing between steps. Whether
+providers are added or normalised first is decided here, and so is what is said about each of them in the step's row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from nftctl.algorithm import advantage
 from nftctl.errors import RewardFailed
-from nftctl.profile.schema import Profile
+from nftctl.profile.schema import Profile, Provider
 from nftctl.roles.trajectory import Trajectory
 
 CAUSE_BYTES = 1024
@@ -35,6 +36,7 @@ class ReplayRole:
         self._rl = profile.rl
         self._reward = profile.reward
         self._names = list(component_names)
+        self._providers = [provider.name for provider in profile.reward.providers]
         self._group = group
         self.held = 0
 
@@ -47,7 +49,7 @@ class ReplayRole:
         rewards = table[:, :, 0]
         kept = torch.isfinite(rewards).all(dim=1)
         self._judge(kept, trajectories)
-        raw = advantage.advantages(rewards, kept, self._rl.advantage_std)
+        raw = self._advantages(table, kept)
         clamped = advantage.clamp(raw, self._rl.advantage_low, self._rl.advantage_high)
         optimality = advantage.optimality(clamped, self._rl.r_map, tau=self._rl.r_tau, high=self._rl.advantage_high)
         rank = dist.get_rank(self._group)
@@ -56,13 +58,37 @@ class ReplayRole:
         mine = [t for t, keep in zip(trajectories, kept.tolist(), strict=True) if keep]
         low, high = self._rl.advantage_low, self._rl.advantage_high
         metrics = advantage.statistics(rewards, kept, raw, optimality, low=low, high=high)
-        return Commit(mine, metrics | self._components(table, kept))
+        return Commit(mine, metrics | self._components(table, kept) | self._services(table))
+
+    def _advantages(self, table: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Unclamped, float64 [rows, ranks]."""
+        if self._reward.aggregation == "sum":
+            return advantage.advantages(table[:, :, 0], kept, self._rl.advantage_std)
+        providers = self._reward.providers
+        scores = torch.stack([self._shaped(table, provider) for provider in providers])
+        return advantage.gdpo(scores, [provider.weight for provider in providers], kept)
+
+    def _shaped(self, table: torch.Tensor, provider: Provider) -> torch.Tensor:
+        """clip(scale x score), [rows, ranks]."""
+        value = provider.scale * self._column(table, provider.name)
+        return value if provider.clip is None else value.clamp(*provider.clip)
+
+    def _column(self, table: torch.Tensor, name: str) -> torch.Tensor:
+        return table[:, :, 1 + self._names.index(name)]
 
     def _gather(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        """float64 [rows, ranks, 1 + components]; NaN where nothing was scored."""
+        """float64 [rows, ranks, 1 + components + 2 providers]: reward, components, latencies in seconds, failures.
+
+        NaN where nothing was scored.
+        """
         missing = float("nan")
         rows = [
-            [missing if t.reward is None else t.reward, *(t.components.get(n, missing) for n in self._names)]
+            [
+                missing if t.reward is None else t.reward,
+                *(t.components.get(name, missing) for name in self._names),
+                *(t.latency_s.get(name, missing) for name in self._providers),
+                *(float(name in t.failures) for name in self._providers),
+            ]
             for t in trajectories
         ]
         mine = torch.tensor(rows, dtype=torch.float64)
@@ -82,7 +108,7 @@ class ReplayRole:
 
     def _cause(self, trajectories: Sequence[Trajectory]) -> str:
         """The first failure in rank order: the same words everywhere, whichever rank the driver then hears first."""
-        mine = next((t.failure for t in trajectories if t.failure), "").encode()[:CAUSE_BYTES]
+        mine = next((said for t in trajectories for said in t.failures.values()), "").encode()[:CAUSE_BYTES]
         box = torch.tensor(list(mine.ljust(CAUSE_BYTES, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(box) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, box, group=self._group)
@@ -90,11 +116,25 @@ class ReplayRole:
         return next(filter(None, said), "a reward is not a finite number")
 
     def _components(self, table: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
-        """Mean of each provider's raw score and components over the kept samples that have it."""
+        """Means of raw scores and their components over the kept samples that have them; spreads of the scores."""
         row = {}
-        for i, name in enumerate(self._names, start=1):
-            values = table[kept][:, :, i]
-            values = values[torch.isfinite(values)]
-            if values.numel():
-                row[f"reward/{name}"] = values.mean().item()
+        for name in self._names:
+            values = self._column(table, name)[kept]
+            there = values[torch.isfinite(values)]
+            if there.numel():
+                row[f"reward/{name}"] = there.mean().item()
+                if name in self._providers:
+                    row[f"reward/{name}/std"] = values.std(correction=0).item()
+                    row[f"reward/{name}/group_std"] = values.std(dim=1, correction=0).mean().item()
+        return row
+
+    def _services(self, table: torch.Tensor) -> dict[str, float]:
+        """Samples that each provider failed to score, and the seconds that its slowest score took."""
+        row, count = {}, len(self._providers)
+        for i, name in enumerate(self._providers):
+            latency, failed = table[:, :, i - 2 * count], table[:, :, i - count]
+            row[f"reward/{name}/failures"] = failed.sum().item()
+            answered = latency[torch.isfinite(latency)]
+            if answered.numel():
+                row[f"timer/reward/{name}"] = round(answered.max().item(), 4)
         return row

@@ -2,6 +2,7 @@
 
 One event loop in a thread of its own per rank, one client per provider. The reward of a sample is the sum over
 providers of weight x clip(scale x score). Refuses what the client refuses, plus a sample whose score has not arrived.
+The failure policy holds for every provider alike: a score that is only logged is still a score that was asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Provider, Reward
-from nftctl.reward.client import RewardClient, deadline_in
+from nftctl.reward.connect import connect
+from nftctl.reward.exchange import ServiceClient, deadline_in
 from nftctl.reward.protocol import Item, RevisionDiffers, Score
 from nftctl.roles.trajectory import Trajectory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +36,10 @@ class Endpoint:
     url: str
     revision: str
 
-    def client(self, reward: Reward) -> RewardClient:
+    def client(self, reward: Reward) -> ServiceClient:
         """A client for this endpoint; the token comes from the environment of this process."""
-        return RewardClient(
-            self.url,
-            self.revision,
-            os.environ.get(self.provider.token_env, ""),
-            connect_timeout=reward.connect_timeout_s,
-            read_timeout=reward.read_timeout_s,
-            retries=reward.retries,
-            max_items=reward.max_items_per_request,
-            encoding=reward.encoding,
-        )
+        token = os.environ.get(self.provider.token_env, "")
+        return connect(self.provider, reward, url=self.url, revision=self.revision, token=token)
 
 
 def weigh(provider: Provider, score: float) -> float:
@@ -54,11 +50,23 @@ def weigh(provider: Provider, score: float) -> float:
     return provider.weight * value
 
 
+async def _timed(scores: Coroutine[Any, Any, list[Score]]) -> tuple[list[Score], float]:
+    before = time.monotonic()
+    return await scores, time.monotonic() - before
+
+
+def _parts(provider: Provider, score: Score) -> dict[str, float]:
+    """A raw score and its components, under the names of the reward table."""
+    return {provider.name: score.score} | {f"{provider.name}/{k}": v for k, v in score.components.items()}
+
+
 @dataclass(slots=True)
 class _Pending:
+    """Scores that are on their way, and how many seconds they took."""
+
     trajectories: list[Trajectory]
     provider: Provider
-    scores: Future[list[Score]]
+    answer: Future[tuple[list[Score], float]]
 
 
 class RewardRole:
@@ -99,8 +107,8 @@ class RewardRole:
             for t in part:
                 t.image = None
             for endpoint, client in zip(self._endpoints, self._clients, strict=True):
-                future = self._run(client.score(items, key=self._next_key(step), deadline=self._deadline))
-                self._pending.append(_Pending(part, endpoint.provider, future))
+                scores = client.score(items, key=self._next_key(step), deadline=self._deadline)
+                self._pending.append(_Pending(part, endpoint.provider, self._run(_timed(scores))))
 
     def _item(self, trajectory: Trajectory) -> Item:
         row = trajectory.row
@@ -121,21 +129,22 @@ class RewardRole:
     def collect(self) -> None:
         """Wait for every score of the step and write rewards into the trajectories.
 
-        `fail` raises the first RewardFailed; `drop-group` records it in `Trajectory.failure` for the group's decision.
+        `fail` raises the first RewardFailed; `drop-group` records it in `Trajectory.failures` for the group's decision.
         """
         totals: dict[int, float] = {}
         for pending in self._pending:
             try:
-                scores = pending.scores.result(timeout=max(0.0, self._deadline - time.monotonic()) + 5.0)
+                scores, seconds = pending.answer.result(timeout=max(0.0, self._deadline - time.monotonic()) + 5.0)
             except (RewardFailed, TimeoutError) as error:
                 self._fail(pending, error)
                 continue
             for trajectory, score in zip(pending.trajectories, scores, strict=True):
                 totals[id(trajectory)] = totals.get(id(trajectory), 0.0) + weigh(pending.provider, score.score)
-                self._record(trajectory, pending.provider, score)
+                trajectory.components |= _parts(pending.provider, score)
+                trajectory.latency_s[pending.provider.name] = seconds
         for pending in self._pending:
             for t in pending.trajectories:
-                t.reward = None if t.failure else totals[id(t)]
+                t.reward = None if t.failures else totals[id(t)]
         self._pending = []
 
     def _fail(self, pending: _Pending, error: Exception) -> None:
@@ -145,16 +154,10 @@ class RewardRole:
         # Another revision is another reward: that is never a lost group.
         if self._reward.on_failure == "fail" or isinstance(failure, RevisionDiffers):
             for other in self._pending:
-                other.scores.cancel()
+                other.answer.cancel()
             raise failure
         for t in pending.trajectories:
-            t.failure = str(failure)
-
-    @staticmethod
-    def _record(trajectory: Trajectory, provider: Provider, score: Score) -> None:
-        trajectory.components[provider.name] = score.score
-        for name, value in score.components.items():
-            trajectory.components[f"{provider.name}/{name}"] = value
+            t.failures[pending.provider.name] = str(failure)
 
     def score_images(self, items: Sequence[Item], label: str) -> list[tuple[float, dict[str, float]]]:
         """Reward and components of loose images (evaluation). A failure here always raises."""
@@ -168,15 +171,14 @@ class RewardRole:
         for endpoint, future in zip(self._endpoints, futures, strict=True):
             for i, score in enumerate(future.result()):
                 totals[i] += weigh(endpoint.provider, score.score)
-                components[i][endpoint.provider.name] = score.score
-                components[i].update({f"{endpoint.provider.name}/{k}": v for k, v in score.components.items()})
+                components[i] |= _parts(endpoint.provider, score)
         return list(zip(totals, components, strict=True))
 
     def _next_label(self, label: str) -> str:
         self._sent += 1
         return f"{self._key}/{label}/{self._rank}/{self._sent}"
 
-    def _run(self, work: Coroutine[Any, Any, list[Score]]) -> Future[list[Score]]:
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def counters(self) -> dict[str, int]:

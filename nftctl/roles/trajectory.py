@@ -49,6 +49,9 @@ class Trajectory:
     x0            the sampler's final latent, float32 [C, T, H, W]
     image         uint8 [T, H, W, 3] on the CPU; dropped once it is scored
     reward        weighted sum over providers; None until scored, and for ever when scoring failed
+    components    raw scores by provider, and their parts by `provider/part`
+    failures      what went wrong, by provider
+    latency_s     seconds from submission to the provider's score
     """
 
     row: SourceRow
@@ -58,6 +61,7 @@ class Trajectory:
     image: torch.Tensor | None
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
+    failures: dict[str, str] = field(default_factory=dict)
+    latency_s: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     optimality: float = 0.5

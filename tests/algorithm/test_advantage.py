@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nftctl.algorithm.advantage import advantages, clamp, optimality, statistics, zero_spread
+from nftctl.algorithm.advantage import advantages, clamp, gdpo, optimality, statistics, zero_spread
 from nftctl.errors import TrainingFailed
 
 
@@ -154,3 +154,79 @@ def test_advantage_mean_is_taken_after_the_clamp() -> None:
     assert stats["train/advantage_mean"] == pytest.approx((0.5 - 3 * 0.57722) / 4, abs=1e-4)
     assert stats["train/advantage_clamped_low"] == 0.0
     assert stats["train/advantage_clamped_high"] == 0.25
+
+
+# ---- several rewards of unlike scale
+
+
+def numpy_gdpo(scores: np.ndarray, weights: list[float]) -> np.ndarray:
+    """The same in other words: row by row, one reward at a time."""
+    total = np.zeros(scores.shape[1:])
+    for score, weight in zip(scores, weights, strict=True):
+        for row, values in enumerate(score):
+            if weight and np.std(values) >= 1e-8 * max(1.0, abs(np.mean(values))):
+                total[row] += weight * (values - np.mean(values)) / max(np.std(values), 1e-6)
+    return (total - total.mean()) / max(np.std(total), 1e-6)
+
+
+def test_gdpo_by_hand() -> None:
+    scores = f64([[[0, 2], [0, 0]], [[300, 100], [500, 900]]])
+    # Row 0: +-1 from each, opposed. Row 1: only the second speaks.
+    a = gdpo(scores, [1.0, 0.5], torch.tensor([True, True]))
+    raw = np.array([[-1 + 0.5, 1 - 0.5], [-0.5, 0.5]])
+    np.testing.assert_allclose(a, raw / raw.std(), rtol=1e-12)
+    assert a.tolist() == [[-1.0, 1.0], [-1.0, 1.0]]
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.floats(-100, 100), min_size=4, max_size=4), min_size=3, max_size=3), min_size=2, max_size=3
+    ),
+    st.lists(st.floats(0.1, 3), min_size=3, max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_gdpo_agrees_with_numpy(values: list[list[list[float]]], weights: list[float]) -> None:
+    scores, weights = np.array(values), weights[: len(values)]
+    spread = scores.std(axis=2)
+    if (np.abs(spread - 1e-8 * np.maximum(1, np.abs(scores.mean(axis=2)))) < 1e-9).any() and spread.max() > 0:
+        return  # on the edge of the rule either answer is right
+    expected = numpy_gdpo(scores, weights)
+    if 0 < expected.std() < 0.999:
+        return  # the rewards cancel down to rounding
+    got = gdpo(torch.tensor(scores), weights, torch.ones(3, dtype=torch.bool))
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gdpo_does_not_see_scale_or_offset() -> None:
+    scores = f64([[[1, 2, 4, 8], [3, 1, 2, 2]], [[0.5, 0.1, 0.2, 0.3], [0.9, 0.9, 0.1, 0.2]]])
+    plain = gdpo(scores, [1.0, 1.0], torch.tensor([True, True]))
+    scores[0] = 1000 * scores[0] - 7
+    np.testing.assert_allclose(gdpo(scores, [1.0, 1.0], torch.tensor([True, True])), plain, rtol=1e-9)
+    assert plain.std(correction=0).item() == pytest.approx(1.0)
+    np.testing.assert_allclose(plain.mean(dim=1), 0, atol=1e-12)
+
+
+def test_gdpo_leaves_out_weight_zero_and_dropped_rows() -> None:
+    nan = float("nan")
+    scores = f64([[[0, 1, 2, 3], [nan] * 4, [5, 5, 5, 9]], [[4, 3, nan, 1], [nan] * 4, [0, 1, 0, 1]]])
+    kept = torch.tensor([True, False, True])
+    a = gdpo(scores, [2.0, 0.0], kept)
+    np.testing.assert_allclose(a[kept], numpy_gdpo(scores[:1, [0, 2]].numpy(), [2.0]), rtol=1e-12)
+    assert a[1].tolist() == [0.0] * 4
+    with pytest.raises(TrainingFailed, match="not a finite number"):
+        gdpo(scores, [2.0, 1.0], kept)
+    with pytest.raises(TrainingFailed, match="nothing to train on"):
+        gdpo(scores, [2.0, 1.0], torch.zeros(3, dtype=torch.bool))
+
+
+def test_gdpo_of_constant_rows_is_exactly_nothing_and_counted() -> None:
+    scores = f64([[[7, 7, 7, 7], [0, 1, 0, 1]], [[0.1 + 0.2, 0.3, 0.3, 0.3], [5, 5, 5, 5]]])
+    kept = torch.tensor([True, True])
+    a = gdpo(scores, [1.0, 3.0], kept)
+    assert a[0].tolist() == [0.0] * 4
+    np.testing.assert_allclose(a[1], [-(2**0.5), 2**0.5] * 2, rtol=1e-12)
+    row = statistics(scores.sum(dim=0), kept, a, optimality(a, "linear", tau=0.5, high=5.0), low=-5.0, high=5.0)
+    assert row["reward/zero_spread_groups"] == 1.0
+    assert gdpo(scores[:, :1], [1.0, 3.0], torch.tensor([True])).tolist() == [[0.0] * 4]
+    opposed = torch.stack([scores[0], -scores[0]])
+    assert gdpo(opposed, [1.0, 1.0], kept).tolist() == [[0.0] * 4] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from nftctl.reward.scorers import scorer_revision
+from tests.interop.cosmos_server import CosmosServer
+from tests.reward.fault_server import FaultServer
+from tests.roles.samples import running
 
 from .program import environment, nftctl, python, the_object
 
@@ -52,8 +56,11 @@ def test_a_service_is_timed_compared_and_lets_an_image_be_scored(tmp_path: Path,
     (service,) = the_object(answer)["services"]
     assert service["revision"] == {"pinned": "r1", "served": "r1"}
     assert service["service"] == "tiny_digits"
-    assert set(service["latency_ms"]) == {"count", "p50", "max"}
-    assert service["latency_ms"]["count"] == 3
+    latency = service["latency_ms"]
+    assert set(latency) == {"count", "p50", "p95", "max"}
+    assert latency["count"] == 3
+    assert 0 < latency["p50"] <= latency["p95"] <= latency["max"]
+    assert service["load"] is None
     assert 0.0 <= service["toy"]["score"] <= 1.0
     assert set(service["toy"]["components"]) == set(service["components"]) == {"digit", "colour", "strict", "judge"}
     health = json.loads(urllib.request.urlopen(f"{url}/healthz", timeout=10).read())
@@ -111,23 +118,137 @@ def broken() -> Iterator[int]:
     server.server_close()
 
 
-def test_failures_are_told_apart(tmp_path: Path, silent: int, broken: int) -> None:
+def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as unused:
-        closed = unused.getsockname()[1]
+        port: int = unused.getsockname()[1]
+        return port
+
+
+def test_failures_are_told_apart(tmp_path: Path, silent: int, broken: int) -> None:
     cases = {
-        f"http://127.0.0.1:{closed}": "refused",
-        "http://no-such-host.invalid": "cannot be resolved",
-        f"http://127.0.0.1:{silent}": "time",
-        f"http://127.0.0.1:{broken}": "HTTP 503",
+        f"http://127.0.0.1:{closed_port()}": "the connection was refused.*phase connect",
+        "http://no-such-host.invalid": "cannot be resolved.*phase connect",
+        f"https://127.0.0.1:{broken}": "the TLS handshake failed.*phase connect",
+        f"http://127.0.0.1:{silent}": r"no answer within the read time-out of 0\.5 s.*phase read",
+        f"http://127.0.0.1:{broken}": "HTTP 503.*phase status",
     }
     said = {}
-    for address in cases:
+    for address, words in cases.items():
         answer = nftctl("reward-ping", "--url", address, "--timeout", "0.5", cwd=tmp_path)
         assert answer.returncode == 4
-        assert address in answer.stderr
+        assert re.search(rf"error: .*{re.escape(address)}/v1/info: .*{words}, \d+\.\d\d s", answer.stderr), (
+            answer.stderr
+        )
         said[address] = answer.stderr
-    assert [words in said[address] for address, words in cases.items()] == [True] * len(cases), said
     assert len(set(said.values())) == len(cases)
+
+
+def profile_of(folder: Path, *urls: str, extra: str = "") -> Path:
+    path = folder / "asked.toml"
+    providers = [
+        f'[[reward.providers]]\nname = "p{n}"\nurl = "{url}"\nrevision = "fault/1"\n' for n, url in enumerate(urls)
+    ]
+    path.write_text(f'extends = "tiny_t2i_cpu"\n{extra}\n' + "".join(providers))
+    return path
+
+
+def test_every_provider_is_asked_also_when_one_has_failed(tmp_path: Path) -> None:
+    with running(FaultServer()) as sound, running(FaultServer("wrong-revision", info=True)) as other:
+        gone = f"http://127.0.0.1:{closed_port()}"
+        profile = profile_of(tmp_path, gone, sound.url, other.url)
+        answer = nftctl("reward-ping", profile, cwd=tmp_path)
+        document = the_object(nftctl("reward-ping", profile, "--json", cwd=tmp_path))
+    assert answer.returncode == document["exit_code"] == 4
+    assert "p0: failed\n" in answer.stdout
+    assert "fault/1 (as pinned)" in answer.stdout
+    assert "p2: failed\n" in answer.stdout
+    assert [line.split(":")[0] for line in answer.stderr.splitlines() if "reward" in line].count("error") == 2
+    assert [service["ok"] for service in document["services"]] == [False, True, False]
+    assert "refused" in document["services"][0]["error"]["message"]
+    assert "'fault/1' is pinned, 'swapped/2' is served" in document["services"][2]["error"]["message"]
+    assert document["error"] == document["services"][0]["error"]
+
+
+@pytest.mark.parametrize("fault", ["unknown-id", "short", "html", "nan", "status-413", "wrong-revision"])
+def test_a_service_that_cannot_score_is_found_out_before_a_run(tmp_path: Path, fault: str) -> None:
+    with running(FaultServer(fault)) as server:
+        arguments = ("reward-ping", "--url", server.url, "--revision", "fault/1", "--load")
+        answer = nftctl(*arguments, cwd=tmp_path)
+    assert answer.returncode == 4
+    assert f"{server.url}/v1/score: " in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_load_is_a_steps_images_from_all_ranks(tmp_path: Path) -> None:
+    changes = "[data]\nrows_per_step = 3\n[reward]\nmax_items_per_request = 2\ndeadline_s = 7.0"
+    with running(FaultServer()) as server:
+        profile = profile_of(tmp_path, server.url, extra=changes)
+        (service,) = the_object(nftctl("reward-ping", profile, "--load", "--json", cwd=tmp_path))["services"]
+        # One toy image; then four ranks with three images each, two in a request.
+        assert server.requests == 1 + 4 * 2
+        assert sum(len(json.loads(body)["items"]) for body in server.bodies) == 13
+        answer = nftctl("reward-ping", profile, "--load", cwd=tmp_path)
+    load = service["load"]
+    assert (load["images"], load["ranks"], load["width"], load["height"]) == (12, 4, 8, 8)
+    assert load["images_per_second"] > 0
+    assert re.search(r"12 images of 8x8 from 4 ranks in .* images/s; the deadline is 7 s", answer.stdout)
+
+
+def test_waiting_is_for_a_service_that_is_not_up_yet(tmp_path: Path) -> None:
+    port = closed_port()
+    command = [sys.executable, "-m", "nftctl", "reward-ping", "--url", f"http://127.0.0.1:{port}", "--wait", "60"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    with running(FaultServer(port=port)):
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    answer = nftctl("reward-ping", "--url", f"http://127.0.0.1:{port}", "--wait", "0.5", cwd=tmp_path)
+    assert answer.returncode == 4
+    assert "refused" in answer.stderr
+
+
+def test_waiting_does_not_help_a_wrong_token(tmp_path: Path, url: str) -> None:
+    # It would take ten minutes; the answer comes at once, because no time can change it.
+    answer = nftctl("reward-ping", "--url", url, "--wait", "600", cwd=tmp_path)
+    assert answer.returncode == 4
+    assert "HTTP 401" in answer.stderr
+
+
+def test_a_cosmos_service_is_asked_in_its_own_words(tmp_path: Path) -> None:
+    with running(CosmosServer(token=TOKEN)) as server:
+        arguments = ("reward-ping", "--url", server.url, "--protocol", "cosmos-rl")
+        env = {"NFTCTL_REWARD_TOKEN": TOKEN}
+        channels = (*arguments, "--reward-fn", "channels", "--score-key", "red+blue", "--count", "2", "--load")
+        answer = nftctl(*channels, cwd=tmp_path, env=env)
+        assert answer.returncode == 0, answer.stderr
+        assert "not pinned (declared by the profile; the protocol has none)" in answer.stdout
+        assert len(server.shapes) == 5
+        (service,) = the_object(nftctl(*channels, "--json", cwd=tmp_path, env=env))["services"]
+        assert service["revision"] == {"pinned": None, "served": None}
+        assert service["toy"]["score"] == pytest.approx(sum(service["toy"]["components"].values()))
+        wrong = nftctl(*arguments, "--reward-fn", "brightness", "--score-key", "hps", cwd=tmp_path, env=env)
+        assert wrong.returncode == 4
+        assert "there are: brightness, word" in wrong.stderr
+        assert TOKEN not in answer.stdout + answer.stderr + wrong.stderr
+        assert nftctl(*arguments, cwd=tmp_path).returncode == 2
+        assert nftctl("reward-ping", "--url", server.url, "--reward-fn", "a", cwd=tmp_path).returncode == 2
+        assert nftctl("reward-ping", "--url", server.url, "--protocol", "grpc", cwd=tmp_path).returncode == 2
+        assert nftctl("reward-ping", "--protocol", "cosmos-rl", cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("path", ["sound", "silent"])
+def test_no_warning_about_resources(tmp_path: Path, silent: int, path: str) -> None:
+    with running(FaultServer()) as server:
+        address = server.url if path == "sound" else f"http://127.0.0.1:{silent}"
+        command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-m", "nftctl", "reward-ping"]
+        ran = subprocess.run(
+            [*command, "--url", address, "--timeout", "0.5", "--load"], cwd=tmp_path, env=environment(),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert ran.returncode == (0 if path == "sound" else 4)
+    assert "ResourceWarning" not in ran.stderr
+    assert "Unclosed" not in ran.stderr
 
 
 def test_an_embedded_scorer_is_started_to_be_asked(tmp_path: Path) -> None:

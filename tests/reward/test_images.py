@@ -53,6 +53,19 @@ def test_other_shapes_and_types_are_refused(image):
         encode_image(image, "png")
 
 
+def test_jpeg_is_close_smaller_and_keeps_colour_edges():
+    rows = np.linspace(0, 255, 64).astype(np.uint8)
+    smooth = np.stack([np.tile(rows, (64, 1)), np.tile(rows[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], 2)
+    high, low = (encode_image(smooth, "jpeg", quality) for quality in (95, 60))
+    assert len(low) < len(high) < len(encode_image(smooth, "raw")) / 4
+    assert np.abs(decode_image("jpeg", 64, 64, high).astype(int) - smooth).mean() < 2
+    # Red and blue columns one pixel wide: at half colour resolution they would become one purple.
+    stripes = np.zeros((16, 16, 3), np.uint8)
+    stripes[:, ::2, 0] = stripes[:, 1::2, 2] = 255
+    back = decode_image("jpeg", 16, 16, encode_image(stripes, "jpeg")).astype(int)
+    assert np.abs(back - stripes).mean() < 6
+
+
 def test_jpeg_is_read():
     image = decode_image("jpeg", 8, 8, _file(Pillow.new("RGB", (8, 8), (255, 255, 255)), "JPEG"))
     np.testing.assert_array_equal(image, np.full((8, 8, 3), 255))

@@ -60,6 +60,15 @@ def running(service: AbstractAsyncContextManager[T]) -> Iterator[T]:
         finally:
             asyncio.run_coroutine_threadsafe(service.__aexit__(None, None, None), loop).result(10)
     finally:
+        asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel what still waits on this loop: a service may hang on purpose."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -202,6 +203,36 @@ def _scored(role: RewardRole, samples: list[Any]) -> list[Any]:
     role.submit(0, samples)
     role.collect()
     return samples
+
+
+# ---- A24, A26: from any loop, and nothing else of a sample is touched
+
+
+def test_a_role_may_be_used_from_one_event_loop_after_another(build: Build) -> None:
+    role = build((serving(MeanPixel()), {}))
+    white = np.full((4, 4, 3), 255, np.uint8)
+
+    async def step(number: int) -> float | None:
+        role.begin()
+        (sample,) = _scored(role, [picture(51, number)])
+        ((held_out, _),) = role.score_images([Item("e/0", "p", {}, white)], "eval")
+        assert held_out == 255.0
+        return sample.reward
+
+    assert [asyncio.run(step(n)) for n in range(3)] == [51.0] * 3
+
+
+def test_scoring_takes_the_image_and_leaves_the_rest(build: Build) -> None:
+    role = build((serving(MeanPixel()), {}))
+    samples = [picture(51 * n, 40 + n, f"prompt {n}") for n in range(3)]
+    before = [(t.row, t.tick, t.x0, t.conditioning) for t in samples]
+    _scored(role, samples)
+    for t, (row, tick, x0, conditioning) in zip(samples, before, strict=True):
+        assert t.row is row
+        assert t.x0 is x0
+        assert t.conditioning is conditioning
+        assert (t.tick, t.image, t.failures) == (tick, None, {})
+    assert [t.reward for t in samples] == [0.0, 51.0, 102.0]
 
 
 # ---- overlap

@@ -128,14 +128,27 @@ def test_fixed_samples_depend_on_their_key_and_prompt_alone(profile: Make, roles
     assert not torch.equal(other, alone)
 
 
-def test_each_row_has_noise_of_its_own_unless_the_clock_is_the_optimizer_step(profile: Make, roles: Any) -> None:
-    def first_noise(role: Any, steps: int) -> list[int]:
-        return [t.tick for t in run(role, 2, steps)[0]]
-
-    by_row = roles(profile())[1]
-    by_step = roles(profile('rl.rollout_seed_clock="optimizer_step"'))[1]
-    assert (first_noise(by_row, 0), first_noise(by_row, 9)) == ([0, 1], [0, 1])
-    assert (first_noise(by_step, 0), first_noise(by_step, 9)) == ([0, 0], [9, 9])
+@pytest.mark.parametrize(
+    ("clock", "steps", "ticks"),
+    [
+        ("source_row", 0, [0, 1]),
+        ("source_row", 9, [0, 1]),
+        ("optimizer_step", 0, [0, 0]),
+        ("optimizer_step", 9, [9, 9]),
+    ],
+)
+def test_a_sample_starts_from_the_noise_of_its_tick(
+    profile: Make, roles: Any, clock: str, steps: int, ticks: list[int]
+) -> None:
+    settings = profile(f'rl.rollout_seed_clock="{clock}"', "rl.seed=3")
+    family, role, _ = roles(settings)
+    done, x0 = run(role, 2, steps)
+    assert [t.tick for t in done] == ticks
+    how = Sampling(4, 3.0, 1.0)
+    for sample, got in zip(done, x0, strict=True):
+        noise = draws.normal(family.latent_shape, 3, "rollout", sample.tick, 0)[None]
+        alone, _ = role.denoise([sample.conditioning], noise, how, "old")
+        torch.testing.assert_close(got, alone[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_number_that_is_not_finite_stops_before_scoring_and_names_the_rows(profile: Make, roles: Any) -> None:
