@@ -212,7 +212,8 @@ def inspect_checkpoint(
     epilog="""\b
 Examples:
   nftctl reward-ping profile.toml
-  nftctl reward-ping --url http://127.0.0.1:8080 --revision r1""",
+  nftctl reward-ping --url http://127.0.0.1:8080 --revision r1
+  nftctl reward-ping --url http://scorer:8080 --protocol cosmos-rl --reward-fn hpsv3 --wait 60""",
 )
 def reward_ping(
     profile: ProfileArgument = None,
@@ -222,41 +223,69 @@ def reward_ping(
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="REV", help="The revision that --url must serve.")
     ] = None,
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", metavar="NAME", help="What --url speaks: nftctl-reward/1 or cosmos-rl.")
+    ] = None,
+    reward_fn: Annotated[
+        str | None, typer.Option("--reward-fn", metavar="NAME", help="With cosmos-rl: the reward function to run.")
+    ] = None,
+    score_key: Annotated[
+        str | None, typer.Option("--score-key", metavar="KEY", help="With cosmos-rl: its score. Default: --reward-fn.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for one answer.")
     ] = 10.0,
     count: Annotated[int, typer.Option("--count", min=1, max=1000, metavar="N", help="Requests to time.")] = 5,
+    load: Annotated[
+        bool, typer.Option("--load", help="Also score as many images as a step has, and time that.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="Wait so long for a service that is not up yet.")
+    ] = 0.0,
     json: JsonOption = False,
 ) -> None:
     """Ask reward services who they are and time them."""
-    from nftctl.cli.ping import ping
+    from nftctl.cli.ping import Address, ping
+    from nftctl.cli.probe import Wishes
 
-    ping(profile, url=url, revision=revision, timeout=timeout, count=count, json=json)
+    address = Address(url, revision, protocol, reward_fn, score_key)
+    ping(profile, address, Wishes(timeout, count, load, wait), json=json)
 
 
 @app.command(
     name="reward-serve",
     epilog="""\b
 Examples:
-  nftctl reward-serve --scorer tiny_digits --port 8080""",
+  nftctl reward-serve --scorer tiny_digits
+  nftctl reward-serve --scorer colour_shape --scorer jpeg_compressibility=0.001 --workers 4
+  nftctl reward-serve --scorer clip_score:/models/clip --host 0.0.0.0 --port 9000
+  nftctl reward-serve --scorer mine.py:sharpness""",
 )
 def reward_serve(
-    scorer: Annotated[
-        str,
-        typer.Option("--scorer", metavar="NAME", autocompletion=completion.scorer_names, help="Packaged scorer."),
+    scorers: Annotated[
+        list[str],
+        typer.Option(
+            "--scorer",
+            metavar="NAME[:MODEL][=WEIGHT]",
+            autocompletion=completion.scorer_names,
+            help="A packaged scorer, or FILE.py:FUNCTION of your own; repeatable, scores are weighed and added.",
+        ),
     ],
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="0: a free one.")] = 8080,
     revision: Annotated[
         str | None,
-        typer.Option("--revision", metavar="REV", help="Serve under this revision, not the scorer's own hash."),
+        typer.Option("--revision", metavar="REV", help="Serve under this revision, not the scorers' own hash."),
     ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=256, metavar="N", help="Requests scored at once; >1: in N processes.")
+    ] = 1,
     parent_pid: Annotated[int | None, typer.Option("--parent-pid", hidden=True)] = None,
 ) -> None:
-    """Serve a packaged scorer over HTTP until stopped."""
+    """Serve scorers over HTTP until stopped."""
     from nftctl.cli.serve import serve
 
-    serve(scorer, host=host, port=port, revision=revision or "", parent_pid=parent_pid)
+    serve(scorers, host=host, port=port, revision=revision or "", workers=workers, parent_pid=parent_pid)
 
 
 @app.command(

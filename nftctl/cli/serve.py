@@ -1,11 +1,12 @@
-"""`nftctl reward-serve`: a packaged scorer behind the reward protocol, in this process, until it is stopped.
+"""`nftctl reward-serve`: scorers behind both reward protocols, until they are stopped.
 
-Prints one line to stdout when it can be reached. The bearer token comes from the environment and is never printed.
+Prints one line to stdout when they can be reached. The bearer token comes from the environment and is never printed.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from nftctl.cli.console import Console
 
@@ -13,9 +14,9 @@ TOKEN_VARIABLE = "NFTCTL_REWARD_TOKEN"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def serve(scorer: str, *, host: str, port: int, revision: str, parent_pid: int | None) -> None:
+def serve(scorers: Sequence[str], *, host: str, port: int, revision: str, workers: int, parent_pid: int | None) -> None:
     """Serve until SIGINT or SIGTERM, or until the process `parent_pid` is gone. Raises RewardFailed."""
-    from nftctl.reward.server import serve as serve_scorer
+    from nftctl.reward.server import serve as serve_scorers
 
     console = Console()
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -25,4 +26,6 @@ def serve(scorer: str, *, host: str, port: int, revision: str, parent_pid: int |
     def ready(url: str) -> None:
         console.data(f"listening on {url}")
 
-    serve_scorer(scorer, host, port, token=token, revision=revision, parent_pid=parent_pid, ready=ready)
+    serve_scorers(
+        scorers, host, port, token=token, revision=revision, workers=workers, parent_pid=parent_pid, ready=ready
+    )

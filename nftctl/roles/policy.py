@@ -206,7 +206,7 @@ class PolicyRole:
         if not torch.isfinite(torch.tensor(norm)):
             raise TrainingFailed(
                 f"step {state.step + 1}: the gradient norm is {norm} at learning rate {self._settings.lr}; "
-                "no optimizer step was made and nothing was saved",
+                "this optimizer step was not made and nothing was saved",
                 rank=self._rank,
                 hint="lower optimizer.lr, or resume from the last checkpoint",
             )

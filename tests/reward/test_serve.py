@@ -32,7 +32,7 @@ class Slow(Brightness):
         return super().score(images, prompts, metadata)
 scorers.SCORERS["slow"] = Slow
 server.STOP_GRACE_S = {grace}
-server.serve("slow", revision="slow/1", ready=lambda url: print(url, flush=True))
+server.serve(["slow"], revision="slow/1", ready=lambda url: print(url, flush=True))
 """
 
 
@@ -66,7 +66,7 @@ def _score(url: str, revision: str) -> list[float]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_on_loopback_until_it_is_told_to_stop(number):
-    with _process(SERVE.format(args="'brightness'")) as (process, url):
+    with _process(SERVE.format(args="['brightness']")) as (process, url):
         assert urlsplit(url).hostname == "127.0.0.1"
         assert _score(url, scorer_revision("brightness")) == pytest.approx([0, 0.2, 0.4, 1])
         process.send_signal(number)
@@ -105,7 +105,7 @@ def test_a_scorer_that_hangs_cannot_keep_the_process():
 
 
 def test_it_ends_with_its_parent():
-    child = SERVE.format(args="'brightness', parent_pid=int(sys.argv[1])")
+    child = SERVE.format(args="['brightness'], parent_pid=int(sys.argv[1])")
     parent = (
         "import os, subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', 'import sys; ' + {child!r}, str(os.getpid())])\n"
@@ -119,7 +119,7 @@ def test_it_ends_with_its_parent():
 
 
 def test_it_ends_at_once_when_the_parent_is_gone_already():
-    with _process(SERVE.format(args=f"'brightness', parent_pid={os.getpid() + 2**20}")) as (process, _):
+    with _process(SERVE.format(args=f"['brightness'], parent_pid={os.getpid() + 2**20}")) as (process, _):
         assert process.wait(20) == 0
 
 
@@ -129,9 +129,9 @@ def test_an_address_in_use_is_said():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(RewardFailed, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
-            serve("brightness", port=port)
+            serve(["brightness"], port=port)
 
 
 def test_an_unknown_scorer_is_said():
     with pytest.raises(RewardFailed, match="no scorer 'nope'"):
-        serve("nope")
+        serve(["nope"])

@@ -382,11 +382,11 @@ PARTS = {"red": 0.0, "green": 0.0, "blue": 0.0}
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([(math.nan, PARTS)], r"item '7/0' is nan"),
-        ([(math.inf, PARTS)], r"item '7/0' is inf"),
-        ([(None, PARTS)], r"item '7/0' is null"),
-        ([(True, PARTS)], r"item '7/0' is true"),
-        ([(0.0, PARTS | {"red": math.nan})], r"component 'red' of item '7/0' is nan"),
+        ([(math.nan, PARTS)], r"image 0 by mean_pixel is nan"),
+        ([(math.inf, PARTS)], r"image 0 by mean_pixel is inf"),
+        ([(None, PARTS)], r"image 0 by mean_pixel is null"),
+        ([(True, PARTS)], r"image 0 by mean_pixel is true"),
+        ([(0.0, PARTS | {"red": math.nan})], r"component 'red' of image 0 is nan"),
         ([(0.0, {"red": 0.0})], r"components \['red'\], declared \['blue', 'green', 'red'\]"),
         ([], "0 results for 1 images"),
         ([(0.0, PARTS)] * 2, "2 results for 1 images"),

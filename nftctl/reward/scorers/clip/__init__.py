@@ -1,0 +1,1 @@
+"""What clip_score, pickscore and aesthetic share: a CLIP model from a local folder or the hub."""
