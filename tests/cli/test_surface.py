@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+from nftctl import __version__
 from nftctl.cli.app import COMMANDS, EXIT_CODES, app
 from nftctl.errors import ExitCode, NftctlError
 
@@ -221,3 +224,9 @@ def test_init_writes_one_file_and_has_these_keys(tmp_path: Path) -> None:
     document = the_object(nftctl("init", "--json", cwd=tmp_path))
     assert list(document) == [*ALWAYS, "path", "extends", "fill_in"]
     assert [path.name for path in tmp_path.iterdir()] == ["profile.toml"]
+
+
+def test_the_installed_command_is_the_module(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("nftctl")
+    answer = subprocess.run([command, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert answer.stdout == nftctl("--version", cwd=tmp_path).stdout == f"nftctl {__version__}\n"
