@@ -61,7 +61,8 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
             group = stack.enter_context(_group(plan, logs))
         facts = group.call("build", _spec(plan, answered, logs))[0]
         reporter.note(
-            f"{plan.profile.ranks} ranks on {group.device}: {facts['base_parameters']:,} sharded base parameters, "
+            f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
+            f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
             f"{facts['lora_parameters']:,} trained in {facts['lora_tensors']} tensors"
         )
         return _Run(plan, run, group, files, reporter).go()

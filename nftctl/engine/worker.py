@@ -131,7 +131,9 @@ class Worker:
         self._saver = Saver(self._saving)
         if spec.resume_from is not None:
             self._load(spec.resume_from)
-        return self.roles.facts()
+        facts = self.roles.facts()
+        log.info("base %s: %s", spec.base, ", ".join(f"{key} {value}" for key, value in facts.items()))
+        return facts
 
     # -- the stages of a step -----------------------------------------------------------------------------------
 

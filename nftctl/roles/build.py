@@ -70,6 +70,9 @@ class Roles:
             "lora_parameters": sum(p.numel() for p in lora.values()),
             "lora_tensors": len(lora),
             "prompts": len(self.data.prompts),
+            "tensors_loaded": self.family.report.loaded,
+            "tensors_expected": self.family.report.expected,
+            "tensors_initialised": list(self.family.report.initialised),
         }
 
 
