@@ -115,15 +115,16 @@ def commit(partial: Path, final: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read and check manifest.json. Raises CheckpointUnusable when it is missing, malformed, altered or newer."""
     path = folder / MANIFEST_NAME
-    document = _read_document(path)
+    document, raw = _read_document(path)
     found_format = document.get("format")
     if found_format != FORMAT:
         raise CheckpointUnusable(f"{path} has format {found_format!r}; this nftctl reads {FORMAT!r}")
     stated = document.pop("digest", None)
     for problem in _shape_problems(document):
         raise CheckpointUnusable(f"{path}: {problem}")
-    if stated != digest(document):
-        raise CheckpointUnusable(f"{path} was altered after it was written (its own digest differs)")
+    # The second half finds what leaves the document as it was, such as a last byte that is missing.
+    if stated != digest(document) or raw != pretty_bytes(document | {"digest": stated}):
+        raise CheckpointUnusable(f"{path} was altered after it was written: it is not what its own digest stands for")
     manifest = Manifest(**document)
     manifest.run_state  # noqa: B018 - reading it checks the counters
     return manifest
@@ -147,11 +148,12 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     return problems
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> tuple[dict[str, Any], bytes]:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CheckpointUnusable(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
-        document = orjson.loads(path.read_bytes())
+        raw = path.read_bytes()
+        document = orjson.loads(raw)
     except FileNotFoundError as error:
         raise CheckpointUnusable(f"{path.parent} is not a complete checkpoint: no {path.name}") from error
     except OSError as error:
@@ -160,7 +162,7 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointUnusable(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointUnusable(f"{path} is not a JSON object")
-    return document
+    return document, raw
 
 
 def _shape_problems(document: Mapping[str, Any]) -> list[str]:
