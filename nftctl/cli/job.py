@@ -89,6 +89,8 @@ def resume(
     from nftctl.profile.preflight import refuse_if_wrong
     from nftctl.run.directory import find_checkpoint, refuse_used
 
+    if fork is not None and not fork.strip():
+        raise UsageRefused("--fork needs the name of the new run")
     run, checkpoint = find_checkpoint(target, runs_folder())
     with run.lock():
         resolved = load_resolved(
@@ -96,7 +98,8 @@ def resume(
             name=str(run.read_record().get("profile", run.name)),
             text=run.profile_toml.read_text(),
             sets=sets,
-            flags={} if steps is None else {"rl.max_steps": steps},
+            # A fork's name goes through the same rule as every run's.
+            flags={"rl.max_steps": steps, "job.name": fork},
             env=os.environ,
         )
         warnings = refuse_if_wrong(resolved)
@@ -112,6 +115,9 @@ def resume(
 
 
 def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding], *, dry_run: bool) -> None:
+    if plan.parent and plan.nothing_to_do:
+        done, total = plan.state.step, plan.total_steps
+        raise UsageRefused(f"the checkpoint has {done} steps and the fork would have {total}", hint="add --steps TOTAL")
     if plan.nothing_to_do:
         _say_nothing_to_do(console, plan, warnings)
     elif dry_run:
@@ -163,7 +169,7 @@ def closing_words(summary: Mapping[str, Any]) -> list[str]:
 
 def _rewards(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     held_out, train = summary.get("eval"), summary.get("train")
-    if held_out:
+    if held_out and held_out["after"]:
         before, after = held_out["before"], held_out["after"]
         # A stopped run was last looked at some steps before its end, so the steps are said.
         when = f"{after.get('eval/samples')} images, step {before.get('step')} -> {after.get('step')}"

@@ -34,8 +34,9 @@ def main() -> int:
         return run(arguments)
     except BrokenPipeError:
         # Whoever read our output has gone; the interpreter must not try to flush into the closed pipe again.
+        # They have what they wanted: `nftctl ... | head -1` did its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BUG
+        return ExitCode.OK
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,6 +51,9 @@ def run(arguments: Sequence[str]) -> int:
         return code if isinstance(code, int) else ExitCode.OK
     except BrokenPipeError:
         raise
+    except SystemExit:
+        # Typer's own answer to a closed pipe, and to nothing else outside its standalone mode.
+        return ExitCode.OK
     except typer.TyperException as error:
         return failure.usage(error)
     except NftctlError as error:

@@ -25,6 +25,8 @@ def serve(scorers: Sequence[str], *, host: str, port: int, revision: str, worker
 
     def ready(url: str) -> None:
         console.data(f"listening on {url}")
+        if parent_pid is None:
+            console.say(f"the revision to pin, and whether all is well: nftctl reward-ping --url {url}")
 
     serve_scorers(
         scorers, host, port, token=token, revision=revision, workers=workers, parent_pid=parent_pid, ready=ready

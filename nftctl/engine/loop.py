@@ -21,7 +21,7 @@ from nftctl.engine.plan import JobPlan, plan_versions
 from nftctl.engine.report import JsonLines, Reporter, TensorBoard, join_grids, write_curve
 from nftctl.engine.saving import Checkpoints
 from nftctl.engine.worker import WorkerSpec
-from nftctl.errors import RewardFailed, TrainingFailed
+from nftctl.errors import CheckpointUnusable, RewardFailed, TrainingFailed
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import discard_partials, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write
@@ -43,6 +43,16 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
     Raises RewardFailed before anything is created when an http provider is not what is pinned, CheckpointUnusable when
     the run folder is in use, TrainingFailed when a rank fails.
     """
+    try:
+        return _run_job(plan, reporter, group)
+    except OSError as error:
+        raise CheckpointUnusable(
+            f"cannot write to {plan.run_path}: {error.strerror or error}",
+            hint=f"make room or mend the folder; what was saved is whole: nftctl resume {plan.run_path}",
+        ) from error
+
+
+def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str, Any]:
     http = services.ask_http(plan.profile, plan.revisions)
     run = _open_folder(plan)
     with run.lock(), contextlib.ExitStack() as stack:
@@ -98,14 +108,16 @@ def _group(plan: JobPlan, logs: Path) -> Iterator[Group]:
     # Ray puts handlers of its own in place that would end the process at the first SIGTERM.
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     started: list[Group] = []
-    try:
-        group = Group.start(plan.profile, logs, started.append)
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-        yield group
-    finally:
-        for group in started:
-            group.shutdown()
+    # Ray announces dead workers on our standard output, which carries data only.
+    with (logs / "ray.log").open("a") as sink, contextlib.redirect_stdout(sink):
+        try:
+            group = Group.start(plan.profile, logs, started.append)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            yield group
+        finally:
+            for group in started:
+                group.shutdown()
 
 
 @dataclass(slots=True)
@@ -137,29 +149,47 @@ class _Run:
     files: _Files
     reporter: Reporter
     started: float = field(default_factory=time.monotonic)
+    last: RunState = field(default_factory=RunState)
 
     def go(self) -> dict[str, Any]:
         """Look, train, look again, sum up."""
         plan, state = self.plan, self.plan.state
         saves = Checkpoints(plan, self.run, self.group)
         evaluation = Evaluation.of(plan.profile, plan.prompt_path)
-        if state.step == 0:
+        if state.step == 0 and not _stop_signal:
             self._look(evaluation, 0)
         try:
             state = self._train(state, saves, evaluation)
-        except RewardFailed:
-            # All ranks are alive, so a checkpoint that is being written can still become whole.
-            saves.finish()
+        except RewardFailed as error:
+            # All ranks are alive and no weight has moved since the last whole step, so nothing of it need be lost.
+            self._save_last(saves)
+            error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
+            raise
+        except TrainingFailed as error:
+            error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
             raise
         finally:
             self.reporter.done()
         saves.finish()
         return self._summary(state, saves, self._last_grid())
 
+    def _save_last(self, saves: Checkpoints) -> None:
+        saves.finish()
+        if self.last.step > saves.newest_step:
+            saves.begin(self.last, self.files.metrics.rows)
+            saves.finish()
+
+    def _way_back(self, saves: Checkpoints) -> str:
+        if saves.newest is None:
+            return "no checkpoint was written yet; begin again with --auto-resume to keep the name"
+        return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {self.run.path}"
+
     def _train(self, state: RunState, saves: Checkpoints, evaluation: Evaluation) -> RunState:
         every = self.plan.profile.checkpoint.every
         while state.step < self.plan.total_steps:
-            state = self._step(state)
+            if _stop_signal and state is self.plan.state:
+                break  # asked to stop before the first step: there is nothing to finish and nothing to save
+            state = self.last = self._step(state)
             last = state.step == self.plan.total_steps or bool(_stop_signal)
             saves.finish()
             if last or (every and state.step % every == 0):
@@ -233,7 +263,9 @@ class _Run:
             "stopped": signal.Signals(_stop_signal).name if _stop_signal else None,
             "checkpoint": str(saves.newest) if saves.newest else None,
             "samples": str(grid) if grid else None,
-            "eval": {"before": evaluations[0], "after": evaluations[-1]} if evaluations else None,
+            "eval": {"before": evaluations[0], "after": evaluations[-1] if len(evaluations) > 1 else None}
+            if evaluations
+            else None,
             "train": {"first": rows[0], "last": rows[-1]} if rows else None,
             "seconds": round(time.monotonic() - self.started, 1),
         }

@@ -20,10 +20,13 @@ from nftctl.profile.schema import Profile, Provider
 from nftctl.profile.t2i import T2I_PROFILES
 from nftctl.reward.scorers import scorer_revision
 from nftctl.run import hashing, identity
-from nftctl.run.checkpoints import list_steps
+from nftctl.run.checkpoints import list_steps, step_name
 from nftctl.run.directory import RunDirectory
 from nftctl.run.manifest import Manifest, read_manifest, verify
 from nftctl.run.state import RunState
+
+SHOWN = 4
+"""Faults of a damaged checkpoint that one message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +256,19 @@ def plan_fork(
 def _whole(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint whose every byte is the one that was written."""
     faults = verify(checkpoint)
+    more = len(faults) - SHOWN
     if faults:
         raise CheckpointUnusable(
-            f"{checkpoint} is damaged: " + "; ".join(faults),
-            hint="choose another step folder; this one was not touched",
+            f"{checkpoint} is damaged: " + "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else ""),
+            hint=f"choose another step folder; `nftctl inspect-checkpoint {checkpoint} --verify` lists every fault",
         )
-    return read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
+    if checkpoint.name != step_name(manifest.step):
+        raise CheckpointUnusable(
+            f"{checkpoint} holds the checkpoint of step {manifest.step}",
+            hint=f"call it {step_name(manifest.step)} again",
+        )
+    return manifest
 
 
 def _refuse_second_history(run: RunDirectory, step: int) -> None:

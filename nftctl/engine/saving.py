@@ -29,7 +29,8 @@ class Checkpoints:
         self._run = run
         self._group = group
         self._open: tuple[Path, Manifest] | None = None
-        self.newest: Path | None = plan.resume_from
+        self.newest: Path | None = plan.resume_from if plan.continues else None
+        self.newest_step = plan.state.step if plan.continues else 0
 
     def begin(self, state: RunState, rows: Sequence[dict[str, Any]]) -> None:
         """Snapshot the state of all ranks; writing goes on in the background until `finish`."""
@@ -47,6 +48,7 @@ class Checkpoints:
         write_manifest(folder, manifest)
         self.newest = self._run.checkpoints / step_name(manifest.step)
         commit(folder, self.newest)
+        self.newest_step = manifest.step
         self._open = None
         keep = self._plan.profile.checkpoint
         prune(self._run.checkpoints, keep.keep_last, keep.keep_every)

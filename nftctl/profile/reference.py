@@ -65,6 +65,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "reward-cosmos": (
         "reward.providers.0.protocol", "reward.providers.0.reward_fn", "reward.providers.0.score_key",
     ),
+    "reward-kind": ("reward.providers.0.kind", "reward.providers.0.url", "reward.providers.0.scorer"),
     "reward-aggregation": ("rl.advantage_std",),
     "reward-encoding": ("reward.encoding", "reward.jpeg_quality"),
     "grid-timeout": ("reward.deadline_s",),

@@ -51,7 +51,8 @@ class TomlSource(TomlConfigSettingsSource):
     text: str = ""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(Settings, toml_file=path)
+        # Absolute, because the base class takes the path `.` for "no file".
+        super().__init__(Settings, toml_file=path.absolute())
 
     @staticmethod
     def _existing_files(files: Any) -> list[Any]:

@@ -262,3 +262,29 @@ def test_a_run_gets_no_second_history(tmp_path: Path) -> None:
     assert nftctl("resume", str(older), "--steps", "9", "--dry-run", cwd=tmp_path).returncode == 0
     set_aside_newer(run.checkpoints, 2)
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["damaged-step_000004", "latest", "step_000002"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("../../zz", 3), ("a/b", 3), ("..", 3), ("", 2), (" ", 2)])
+def test_a_fork_stays_among_the_runs(tmp_path: Path, name: str, code: int) -> None:
+    run = make_resumable(tmp_path)
+    before = snapshot(tmp_path)
+    answer = nftctl("resume", str(run.path), "--fork", name, "--steps", "9", cwd=tmp_path)
+    assert answer.returncode == code, answer.stderr
+    assert "remove" not in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_a_fork_of_a_finished_run_needs_more_steps(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path, total=2)
+    answer = nftctl("resume", str(run.path), "--fork", "second", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "--steps" in answer.stderr
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    (run.checkpoints / step_name(2)).rename(run.checkpoints / step_name(9))
+    answer = nftctl("resume", str(run.path), "--steps", "20", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "step_000002" in answer.stderr

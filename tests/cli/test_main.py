@@ -72,10 +72,11 @@ def test_debug_prints_the_traceback_and_writes_no_file(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_is_no_bug(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m nftctl validate --rules | true"
+    command = f"set -o pipefail; {sys.executable} -m nftctl validate --rules | true"
     answer = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
+    assert answer.returncode == 0
     assert "Traceback" not in answer.stderr
     assert "bug" not in answer.stderr
 

@@ -116,6 +116,10 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
     assert answer.returncode == 3
     assert "did you mean tiny_t2i_cpu?" in answer.stderr
     assert nftctl("validate", "no/where.toml", cwd=tmp_path).returncode == 3
+    for folder in (".", "..", "/tmp"):
+        answer = nftctl("validate", folder, cwd=tmp_path)
+        assert answer.returncode == 3
+        assert "this is a folder" in answer.stderr
 
 
 def test_a_token_is_never_repeated(tmp_path: Path) -> None:

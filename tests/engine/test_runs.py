@@ -192,8 +192,10 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     pid = int(wait_for(run / "logs" / "attempt_1" / "rank_1.log", r"rank 1 of 2 on cpu, pid (\d+)")[1])
     wait_for(run / "metrics.jsonl", r'"step":2,')
     os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 7, err
+    assert out == ""
+    assert "(raylet)" not in err
     assert "rank 1" in err
     assert str(pid) in err
     assert left_behind() == []
@@ -266,6 +268,7 @@ def test_a_service_that_stops_in_mid_run_ends_it_with_its_own_code(tmp_path: Pat
     service.communicate()
     assert process.returncode == 4, err
     assert url in err
+    assert "nftctl resume" in err
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
     newest = sorted((run / "checkpoints").glob("step_*"))[-1]
     assert newest.name == f"step_{rows[-1]:06d}"

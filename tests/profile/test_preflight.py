@@ -134,6 +134,12 @@ ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
     ("reward-url-invalid", "reward.providers.0.url", [{**PROVIDER, "url": "http://host:8080/api/reward/enqueue"}]),
     ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": "std"}]),
     ("reward-names", "reward.providers.0.name", [{**PROVIDER, "name": "a/b"}]),
+    ("reward-kind", "reward.providers.0.scorer", [{**PROVIDER, "scorer": "brightness"}]),
+    (
+        "reward-kind",
+        "reward.providers.0.url",
+        [{"name": "a", "kind": "embedded", "scorer": "brightness", "url": "http://127.0.0.1:8000"}],
+    ),
     ("reward-cosmos", "reward.providers.0.score_key", [{**PROVIDER, "score_key": "ocr_reward"}]),
     ("reward-cosmos", "reward.providers.0.reward_fn", [{**PROVIDER, "reward_fn": "ocr"}]),
     ("reward-cosmos", "reward.providers.0.score_key", [{**PROVIDER, "protocol": "cosmos-rl", "score_key": "a+"}]),
@@ -266,6 +272,7 @@ BROKEN_PROVIDERS: list[dict[str, object]] = [
     {**PROVIDER, "name": "no-revision", "revision": "", "weight": 0},
     {"name": "unknown", "kind": "embedded", "scorer": "nobody", "weight": 0},
     {**PROVIDER, "name": "clip", "clip": [1, 1], "weight": 0},
+    {**PROVIDER, "name": "both", "scorer": "brightness", "weight": 0},
     {**PROVIDER, "name": "token", "token_env": "NFTCTL_OTHER", "weight": 0},
     {**PROVIDER, "name": "key", "score_key": "ocr_reward", "weight": 0},
 ]

@@ -125,6 +125,17 @@ def _cosmos(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"{key}.score_key", f"{key}.score_key must be one key, or different keys joined by +")
 
 
+def _kind(facts: Facts) -> Iterator[Problem]:
+    for index, provider in enumerate(facts.profile.reward.providers):
+        key = f"reward.providers.{index}"
+        if provider.kind == "embedded" and provider.url:
+            message = f'{key}.url means something to kind = "http" only: the packaged scorer would be used instead'
+            yield Problem(f"{key}.url", message, f'set {key}.kind = "http", or remove the url')
+        if provider.kind == "http" and provider.scorer:
+            message = f'{key}.scorer means something to kind = "embedded" only: the service at the url would be used'
+            yield Problem(f"{key}.scorer", message, f'set {key}.kind = "embedded", or remove the scorer')
+
+
 def _aggregation(facts: Facts) -> Iterator[Problem]:
     if facts.profile.reward.aggregation == "gdpo" and facts.profile.rl.advantage_std == "global":
         message = (
@@ -162,6 +173,7 @@ RULES = (
     Rule("reward-clip", "Bounds are in order.", _clip),
     Rule("reward-token", "The token's variable can be set.", _token),
     Rule("reward-cosmos", "Every key of a provider means something to its protocol.", _cosmos),
+    Rule("reward-kind", "A provider is a service or a packaged scorer, never half of each.", _kind),
     Rule("reward-aggregation", "A normalisation that is asked for is applied.", _aggregation),
     Rule("reward-encoding", "An encoding that is asked for is used.", _encoding, "warning"),
     Rule("grid-timeout", "A late reward is reported as such, not as a lost rank.", _deadline),
