@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +109,10 @@ class RunDirectory:
         run = cls(path)
         missing = [f.name for f in (run.run_json, run.resolved_json, run.profile_toml) if not f.is_file()]
         if missing:
-            raise CheckpointUnusable(f"{path} is not a run folder: no {', no '.join(missing)}")
+            raise CheckpointUnusable(
+                f"{path} is not a run folder: no {', no '.join(missing)}",
+                hint="a checkpoint is resumed from inside its run folder: RUN/checkpoints/step_000100",
+            )
         return run
 
     def read_record(self) -> dict[str, Any]:
@@ -170,11 +174,20 @@ def find_checkpoint(target: str, runs: Path) -> tuple[RunDirectory, Path]:
     run = RunDirectory.open(path.parent if path.name == "checkpoints" else path)
     complete, cut_off = list_steps(run.checkpoints), list_partials(run.checkpoints)
     if not complete and not cut_off:
-        raise CheckpointUnusable(f"{run.path} has no checkpoint yet", hint=f"nftctl launch {run.profile_toml}")
+        raise CheckpointUnusable(f"{run.path} has no checkpoint yet", hint=_begin_again(run))
     # A cut-off folder counts as the newest only beyond the last one that was put into place.
     newest = max(complete[-1:] + cut_off[-1:], key=lambda item: (item[0], not item[1].name.endswith(".partial")))[1]
     _refuse_incomplete(run, newest, asked_for=False)
     return run, newest
+
+
+def _begin_again(run: RunDirectory) -> str:
+    """The command that began a run, as it was typed, so that no override is lost."""
+    typed = run.read_record().get("argv")
+    if not isinstance(typed, list) or len(typed) < 2:
+        return f"begin again: nftctl launch {run.profile_toml}"
+    command = shlex.join(["nftctl", *map(str, typed[1:])])
+    return f"begin again with the command that began it: {command} (add --auto-resume to keep the name)"
 
 
 def _locate(target: str, runs: Path) -> Path:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 
 from nftctl.errors import CheckpointUnusable
@@ -156,8 +157,14 @@ def test_a_cut_off_folder_below_the_newest_is_no_obstacle(tmp_path: Path) -> Non
 
 def test_nothing_to_find_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tiny")
-    with pytest.raises(CheckpointUnusable, match="has no checkpoint yet"):
+    with pytest.raises(CheckpointUnusable, match="has no checkpoint yet") as caught:
         find_checkpoint("tiny", tmp_path)
+    assert "nftctl launch" in caught.value.hint
+    begun = run.read_record() | {"argv": ["/bin/nftctl", "launch", "--set", "job.name=a b"]}
+    run.run_json.write_bytes(orjson.dumps(begun))
+    with pytest.raises(CheckpointUnusable) as caught:
+        find_checkpoint("tiny", tmp_path)
+    assert "nftctl launch --set 'job.name=a b'" in caught.value.hint
     with pytest.raises(CheckpointUnusable, match="no checkpoint, run folder or run") as caught:
         find_checkpoint("tiney", tmp_path)
     assert caught.value.hint == "did you mean tiny?"
