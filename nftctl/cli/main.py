@@ -42,6 +42,7 @@ def main() -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; every failure is printed here and comes back as its exit code."""
     failure = _Failure(Console(json="--json" in arguments), _command(arguments))
+    stdout = sys.stdout
     try:
         if "--" in arguments:
             raise UsageRefused(
@@ -52,7 +53,9 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except SystemExit:
-        # Typer's own answer to a closed pipe, and to nothing else outside its standalone mode.
+        # Typer's own answer to a closed pipe, which it shows by putting a wrapper in place of stdout.
+        if sys.stdout is stdout:
+            raise
         return ExitCode.OK
     except typer.TyperException as error:
         return failure.usage(error)

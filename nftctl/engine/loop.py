@@ -105,16 +105,11 @@ def _spec(plan: JobPlan, answered: list[services.Service], logs: Path) -> Worker
 
 @contextlib.contextmanager
 def _group(plan: JobPlan, logs: Path) -> Iterator[Group]:
-    # Ray puts handlers of its own in place that would end the process at the first SIGTERM.
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     started: list[Group] = []
     # Ray announces dead workers on our standard output, which carries data only.
     with (logs / "ray.log").open("a") as sink, contextlib.redirect_stdout(sink):
         try:
-            group = Group.start(plan.profile, logs, started.append)
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-            yield group
+            yield Group.start(plan.profile, logs, started.append)
         finally:
             for group in started:
                 group.shutdown()

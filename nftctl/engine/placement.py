@@ -6,9 +6,13 @@ shells out to `ray stop`, which would end every Ray on the host.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from nftctl.errors import TrainingFailed
@@ -27,7 +31,7 @@ def start_ray(grid: Grid, ranks: int) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _own_signals():
         warnings.simplefilter("ignore")
         ray.init(
             address="local",
@@ -38,6 +42,20 @@ def start_ray(grid: Grid, ranks: int) -> str:
             log_to_driver=False,
         )
     return choose_device(grid, ranks, int(ray.cluster_resources().get("GPU", 0)))
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put our signal handlers back at once: Ray's would end the process at the first SIGTERM, unsaved."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def choose_device(grid: Grid, ranks: int, gpus: int) -> str:

@@ -218,6 +218,18 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cli: Cli) -> None:
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()] == [*rows, rows[-1] + 1]
 
 
+def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
+    process = start(tmp_path, "launch", "--steps", "500", "--name", "early", *QUIET)
+    run = tmp_path / "runs" / "early"
+    wait_for(run / "logs" / "attempt_1" / "rank_0.log", r"rank 0 of 2 on cpu")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert (run / "metrics.jsonl").read_text() == ""
+    assert list((run / "checkpoints").iterdir()) == []
+    assert left_behind() == []
+
+
 def serve(folder: Path) -> tuple[subprocess.Popen[str], str]:
     process = start(folder, "reward-serve", "--scorer", "tiny_digits", "--port", "0", "--revision", "r1")
     assert process.stdout is not None
