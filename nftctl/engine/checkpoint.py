@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from nftctl.errors import CheckpointUnusable, TrainingFailed
+from nftctl.run.disk import cure
 from nftctl.run.tensors import compare_tensors
 from nftctl.tensorfile import DTYPE_NAMES
 
@@ -39,14 +41,16 @@ _NO_SPACE = {errno.ENOSPC: "no space is left on the device", errno.EDQUOT: "the 
 class Saver:
     """One asynchronous save at a time, on a gloo group of its own.
 
-    The group must carry nothing else: the save's collectives run in a thread, and on a group shared with training the
-    two would wait for each other for ever.
+    A state of whole tensors is the same on every rank: rank 0 alone writes it, and nobody else does a thing. Sharded
+    ones are written by all ranks together. The group must carry nothing else: those saves' collectives run in a
+    thread, and on a group shared with training the two would wait for each other for ever.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         if dist.get_backend(group) != "gloo":
             raise ValueError(f"the save group must be gloo, got {dist.get_backend(group)}")
         self._group = group
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._pending: Future[Any] | None = None
         self._folder = Path()
 
@@ -58,25 +62,30 @@ class Saver:
     def begin(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Copy `state` and start writing it to `folder`, which must be empty or absent; collective over the group.
 
-        Tensors may change as soon as this returns. Plain tensors count as replicated: each is written by one rank.
+        Tensors may change as soon as this returns. Plain tensors count as replicated.
         Raises TypeError for a value that is not a tensor, CheckpointUnusable for a folder that holds something.
         """
         if self._pending is not None:
             raise RuntimeError(f"the save to {self._folder} has not been finished")
-        if folder.is_dir() and any(folder.iterdir()):
-            raise CheckpointUnusable(f"{folder} is not empty, so what is written there could not be told from what was")
-        copies = snapshot(state)
+        _refuse_foreign(state)
         self._folder = folder
-        self._pending = _future(
-            async_save(
-                copies, storage_writer=_SnapshotWriter(str(folder), save_distributed=True), process_group=self._group
-            )
-        )
+        if any(isinstance(value, DTensor) for value in state.values()):
+            _refuse_full(folder)
+            self._pending = self._begin_sharded(state, folder)
+        elif dist.get_rank(self._group) == 0:
+            _refuse_full(folder)
+            self._pending = self._thread.submit(_write_whole, Snapshot(state), folder)
+
+    def _begin_sharded(self, state: Mapping[str, Tensor], folder: Path) -> Future[Any]:
+        copies = {name: _copy(value.detach()) for name, value in state.items()}
+        writer = _SnapshotWriter(str(folder), save_distributed=True)
+        return _future(async_save(copies, storage_writer=writer, process_group=self._group))
 
     def finish(self) -> None:
-        """Wait until every rank's files are on the disk; does nothing when no save is in flight.
+        """Wait until this rank's files are on the disk; does nothing when it has no save in flight.
 
-        Raises, on every rank, CheckpointUnusable when a rank could not write and TrainingFailed when a rank went away.
+        Raises CheckpointUnusable when a rank could not write (on every rank, when all of them write) and TrainingFailed
+        when a rank went away.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -87,6 +96,68 @@ class Saver:
             raise _write_failure(error, self._folder) from error
         except Exception as error:
             raise TrainingFailed(f"the save to {self._folder} broke off: {error}") from error
+
+
+def _refuse_foreign(state: Mapping[str, object]) -> None:
+    foreign = sorted(name for name, value in state.items() if not isinstance(value, Tensor))
+    if foreign:
+        raise TypeError(f"only tensors can be saved, not {', '.join(foreign)}")
+
+
+def _refuse_full(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CheckpointUnusable(f"{folder} is not empty, so what is written there could not be told from what was")
+
+
+def _copy(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.clone()
+    return value.to(device="cpu", copy=True).contiguous()
+
+
+class Snapshot:
+    """The values of whole tensors at one moment: one flat copy per device and dtype, made where the tensors live.
+
+    On a GPU that is one kernel in the order of training's own, and the way to the CPU is left to `tensors`, which may
+    run in another thread: a copy over the bus, tensor by tensor, would hold training up for many times as long.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, value in state.items():
+            groups.setdefault((value.device, value.dtype), []).append(name)
+        self._shapes = {name: value.shape for name, value in state.items()}
+        self._parts = [
+            (names, torch.cat([state[name].detach().reshape(-1) for name in names])) for names in groups.values()
+        ]
+        self._ready = torch.cuda.Event() if any(flat.is_cuda for _, flat in self._parts) else None
+        if self._ready is not None:
+            self._ready.record()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copies by name, on the CPU. They share memory with one another and with nothing else."""
+        copies: dict[str, Tensor] = {}
+        for names, flat in self._parts:
+            pieces = self._on_cpu(flat).split([self._shapes[name].numel() for name in names])
+            copies |= {name: piece.view(self._shapes[name]) for name, piece in zip(names, pieces, strict=True)}
+        return copies
+
+    def _on_cpu(self, flat: Tensor) -> Tensor:
+        if self._ready is None or not flat.is_cuda:
+            return flat
+        target = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        with torch.cuda.stream(torch.cuda.Stream(flat.device)) as stream:
+            self._ready.wait(stream)
+            target.copy_(flat, non_blocking=True)
+            stream.synchronize()
+        return target
+
+
+def _write_whole(snapshot: Snapshot, folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        writer = _SnapshotWriter(str(folder), save_distributed=True)
+        dcp_save(snapshot.tensors(), storage_writer=writer, no_dist=True)
 
 
 class _SnapshotWriter(HuggingFaceStorageWriter):
@@ -107,24 +178,7 @@ def _write_failure(error: CheckpointException, folder: Path) -> CheckpointUnusab
     if not isinstance(cause, OSError):
         return TrainingFailed(f"rank {rank} failed to save to {folder}: {cause!r}", rank=rank)
     reason = _NO_SPACE.get(cause.errno or 0, cause.strerror or str(cause))
-    return CheckpointUnusable(
-        f"rank {rank} could not write the checkpoint to {folder}: {reason}",
-        hint="free space or choose another job.run_dir, then resume from the newest complete checkpoint",
-    )
-
-
-def snapshot(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that share nothing with `state`: plain tensors on the CPU, sharded ones where their mesh lives."""
-    foreign = sorted(name for name, value in state.items() if not isinstance(value, Tensor))
-    if foreign:
-        raise TypeError(f"only tensors can be saved, not {', '.join(foreign)}")
-    return {name: _copy(value.detach()) for name, value in state.items()}
-
-
-def _copy(value: Tensor) -> Tensor:
-    if isinstance(value, DTensor):
-        return value.clone()
-    return value.to(device="cpu", copy=True).contiguous()
+    return CheckpointUnusable(f"rank {rank} could not write the checkpoint to {folder}: {reason}", hint=cure(cause))
 
 
 def describe(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -23,12 +23,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from nftctl.engine.checkpoint import (
     Saver,
+    Snapshot,
     describe,
     load,
     load_optimizer,
     optimizer_like,
     optimizer_state,
-    snapshot,
 )
 from nftctl.errors import CheckpointUnusable, TrainingFailed
 
@@ -103,14 +103,15 @@ def test_later_updates_do_not_reach_the_files(group: dist.ProcessGroup, tmp_path
         assert_bitwise(load(tmp_path / str(attempt), like(state)), expected)
 
 
-def test_a_snapshot_shares_no_memory() -> None:
+def test_a_snapshot_shares_no_memory_with_what_it_copies() -> None:
     state = make_state()
-    copies = snapshot(state)
+    copies = Snapshot(state).tensors()
+    assert_bitwise(copies, state)
     assert not {v.untyped_storage().data_ptr() for v in state.values()} & {
         v.untyped_storage().data_ptr() for v in copies.values()
     }
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert not snapshot({"p": parameter})["p"].requires_grad
+    assert not Snapshot({"p": parameter}).tensors()["p"].requires_grad
 
 
 def test_what_is_not_a_tensor_is_refused_before_anything_is_written(group: dist.ProcessGroup, tmp_path: Path) -> None:
@@ -164,9 +165,10 @@ def test_a_save_that_fails_otherwise_is_a_training_error(
         raise RuntimeError("Connection closed by peer")
 
     saver = Saver(group)
+    shards = {"base.sharded": distribute_tensor(sharded(), init_device_mesh("cpu", (1,)), [Shard(0)])}
     with monkeypatch.context() as patch:
         patch.setattr(dist, "gather_object", broken)
-        saver.begin(make_state(), tmp_path / "a")
+        saver.begin(make_state() | shards, tmp_path / "a")
         with pytest.raises(TrainingFailed, match="Connection closed by peer"):
             saver.finish()
 
@@ -352,9 +354,13 @@ def _rank(rank: int, store: str, folder: Path) -> None:
     assert torch.equal(whole, sharded())
     assert_bitwise(loaded, make_state())
     # One rank cannot write: both hear of it, with the rank that failed.
+    # Whole tensors are rank 0's to write, and the other rank takes no part.
+    saver.begin(make_state(), folder.with_name("whole"))
+    assert saver.busy == (rank == 0)
+    saver.finish()
     if rank == 1:
         os.fsync = _full  # type: ignore[assignment]
-    saver.begin(make_state(), folder.with_name("full"))
+    saver.begin(state, folder.with_name("full"))
     with pytest.raises(CheckpointUnusable, match=r"rank 1 could not write .* no space"):
         saver.finish()
     dist.destroy_process_group()
@@ -393,6 +399,12 @@ def test_two_ranks_write_each_replicated_tensor_once(two_rank_save: Path) -> Non
             held.append(set(file.keys()))
     assert held[0] & held[1] == {"base.sharded"}
     assert held[0] | held[1] == {*make_state(), "base.sharded"}
+
+
+def test_whole_tensors_are_written_by_one_rank(two_rank_save: Path) -> None:
+    folder = two_rank_save.with_name("whole")
+    assert [path.name for path in folder.iterdir()] == [ONE_FILE]
+    assert_bitwise(load(folder, like(make_state())), make_state())
 
 
 def test_two_rank_files_load_in_one_process(two_rank_save: Path) -> None:
