@@ -6,7 +6,8 @@ NftctlError
 ├── RewardFailed       4   reward service unreachable, wrong revision, bad reply
 ├── CheckpointUnusable 5   checkpoint or run folder missing, incomplete, damaged, locked
 ├── ResumeRefused      6   identity, seed contract or rank count differs; carries the differences
-└── TrainingFailed     7   a rank raised or died, out of memory, a number that is not finite
+├── TrainingFailed     7   a rank raised or died, out of memory, a number that is not finite
+└── EnvironmentUnfit   8   Ray, its cluster, GPUs or disk are not what a run needs; nothing was trained
 
 Anything else that reaches the command line is a bug in nftctl and ends with 1.
 """
@@ -29,6 +30,7 @@ class ExitCode(IntEnum):
     CHECKPOINT = 5
     RESUME = 6
     TRAINING = 7
+    ENVIRONMENT = 8
     SIGINT = 130
     SIGTERM = 143
 
@@ -131,3 +133,9 @@ class TrainingFailed(NftctlError):
         super().__init__(message, hint=hint)
         self.rank = rank
         self.log = log
+
+
+class EnvironmentUnfit(NftctlError):
+    """Ray, its cluster, the GPUs or the disk are not what a run needs. Says nothing about the run: none has begun."""
+
+    exit_code = ExitCode.ENVIRONMENT

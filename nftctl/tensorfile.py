@@ -34,6 +34,9 @@ DTYPE_NAMES = {
 STEM = "diffusion_pytorch_model.safetensors"
 """Name of a diffusers component's single weight file; an index beside it adds `.index.json`."""
 
+TRANSFORMERS_STEM = "model.safetensors"
+"""The same of a component of transformers, such as a text encoder."""
+
 _MAX_DIMENSIONS = 32
 
 
@@ -127,11 +130,11 @@ def _check_layout(tensors: dict[str, TensorInfo], start: int, size: int) -> None
         raise ValueError(f"its tensors end at byte {at}, the file at {size}")
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
     """The safetensors files of a component: those of its index, or the single one. CheckpointUnusable if incomplete."""
-    index = folder / f"{STEM}.index.json"
+    index = folder / f"{stem}.index.json"
     if not index.exists():
-        files = [folder / STEM]
+        files = [folder / stem]
     else:
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]

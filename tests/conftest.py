@@ -67,15 +67,15 @@ def tiny() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def world4() -> Iterator[Any]:
-    """Four ranks over gloo in their own processes, started once."""
+def world4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Four ranks over gloo in their own processes, started once; each writes a log."""
     from nftctl.engine.group import Group
     from nftctl.profile.load import bundled_profiles, load_profile
 
     profile = load_profile(bundled_profiles()["tiny_t2i_cpu"], env={}).profile
     started: list[Any] = []
     try:
-        yield Group.start(profile, None, started.append)
+        yield Group.start(profile, tmp_path_factory.mktemp("world4"), started.append)
     finally:
         for group in started:
             group.shutdown()

@@ -106,6 +106,11 @@ def _logit_normal(u: Tensor, shift: float, low: float, high: float) -> Tensor:
     return shift_time(torch.sigmoid(z), shift)
 
 
+def ema_share(decay: float, step: int) -> float:
+    """Share of the policy EMA kept at optimizer step `step` (from 1): min((1 + step) / (10 + step), decay)."""
+    return min((1 + step) / (10 + step), decay)
+
+
 def old_share(decay: OldDecay, i: int, constant: float = 0.0) -> float:
     """Share of the old weights that a refresh keeps, after i optimizer steps (this one included)."""
     match decay:

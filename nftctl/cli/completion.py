@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 RUNS = Path("runs")
@@ -51,6 +51,15 @@ def scorer_names(incomplete: str) -> list[str]:
     folder = Path(__file__).parents[1] / "reward" / "scorers"
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     return [name for name in names if name.startswith(incomplete)]
+
+
+def one_of(*names: str) -> Callable[[str], list[str]]:
+    """Offers some of a few words."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return offered
 
 
 def _paths(incomplete: str) -> Iterator[str]:

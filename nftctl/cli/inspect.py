@@ -24,13 +24,13 @@ def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
     from nftctl.run.manifest import read_manifest, verify
 
     console = Console(json=json)
-    folder = _locate(target)
+    folder = locate(target)
     problems = verify(folder, hashes=hashes)
     try:
         manifest = read_manifest(folder)
     except CheckpointUnusable as error:
-        raise CheckpointUnusable(error.message, hint=error.hint or _other_checkpoints(folder)) from error
-    facts = _facts(folder, manifest, hashes=hashes and not problems)
+        raise CheckpointUnusable(error.message, hint=error.hint or other_checkpoints(folder)) from error
+    facts = facts_of(folder, manifest, hashes=hashes and not problems)
     for line in _lines(facts, manifest, whole=not problems, hashed=hashes):
         console.data(line)
     if tensors:
@@ -41,7 +41,7 @@ def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
     code = ExitCode.CHECKPOINT if problems else ExitCode.OK
     console.findings(faults)
     if problems:
-        console.error(f"{folder} is not whole: {len(problems)} faults", _other_checkpoints(folder))
+        console.error(f"{folder} is not whole: {len(problems)} faults", other_checkpoints(folder))
     console.result(
         "inspect-checkpoint", faults, exit_code=code, complete=not problems, verified=hashes, checkpoint=facts, **extra
     )
@@ -49,7 +49,7 @@ def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
         raise typer.Exit(code)
 
 
-def _locate(target: str) -> Path:
+def locate(target: str) -> Path:
     """The folder meant by `target`; unlike for resuming, a step folder may be damaged or lie outside a run."""
     from nftctl.run.checkpoints import list_partials, list_steps
     from nftctl.run.directory import find_checkpoint
@@ -66,14 +66,16 @@ def _locate(target: str) -> Path:
     return find_checkpoint(target, runs_folder())[1]
 
 
-def _other_checkpoints(folder: Path) -> str:
+def other_checkpoints(folder: Path) -> str:
+    """What to take instead of a damaged checkpoint."""
     from nftctl.run.checkpoints import newest_complete
 
     whole = newest_complete(folder.parent)
     return f"the newest complete one is {whole}" if whole else ""
 
 
-def _facts(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, Any]:
+def facts_of(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, Any]:
+    """Everything about a checkpoint but its tensors, as the JSON object has it."""
     return {
         "path": str(folder),
         "run_id": manifest.run_id,

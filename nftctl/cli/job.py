@@ -37,9 +37,9 @@ def launch(
     auto_resume: bool = False,
 ) -> None:
     """Start a run from a profile; with `auto_resume`, go on with it when it has a checkpoint."""
-    resolved, warnings = load_checked(console, argument, sets, flags)
+    resolved, warnings = load_checked(console, argument, sets, flags, fetch=not dry_run)
     from nftctl.engine.plan import plan_launch
-    from nftctl.run.directory import refuse_used
+    from nftctl.run.directory import refuse_impossible, refuse_used
 
     if auto_resume:
         plan = _continued(console, resolved, dry_run=dry_run)
@@ -47,6 +47,7 @@ def launch(
             _go_on(console, "launch", plan, warnings, dry_run=dry_run)
             return
     plan = plan_launch(resolved, argv=sys.argv)
+    refuse_impossible(plan.run_path)
     if not auto_resume:
         refuse_used(plan.run_path)
     if dry_run:
@@ -87,7 +88,7 @@ def resume(
     """Go on with a run. Reads only, until the checkpoint, the profile and the identity have been accepted."""
     from nftctl.profile.load import load_resolved
     from nftctl.profile.preflight import refuse_if_wrong
-    from nftctl.run.directory import find_checkpoint, refuse_used
+    from nftctl.run.directory import find_checkpoint, refuse_impossible, refuse_used
 
     if fork is not None and not fork.strip():
         raise UsageRefused("--fork needs the name of the new run")
@@ -110,6 +111,7 @@ def resume(
             plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv)
         else:
             plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv)
+            refuse_impossible(plan.run_path)
             refuse_used(plan.run_path)
     _go_on(console, "resume", plan, warnings, dry_run=dry_run)
 
@@ -203,9 +205,15 @@ def _plain(value: object) -> str:
 
 
 def _say_nothing_to_do(console: Console, plan: JobPlan, warnings: Sequence[Finding]) -> None:
-    done, run = plan.state.step, Path(plan.run_path)
-    console.say(f"nothing to do: {done} steps are done and the total is {plan.total_steps}")
-    console.say(f"to go further: nftctl resume {run} --steps {2 * max(done, plan.total_steps)}")
+    from nftctl.run.directory import RunDirectory
+
+    done, asked, run = plan.state.step, plan.total_steps, plan.run_path
+    what = f"the total is {asked}" if asked == done else f"a total of {asked} was asked for"
+    console.say(f"nothing to do: {done} steps are done and {what}")
+    stored = RunDirectory.open(run).read_record().get("total_steps")
+    # Without --steps a run goes on to its stored total, which may lie further than what was asked for.
+    further = "" if type(stored) is int and stored > done else f" --steps {2 * done}"
+    console.say(f"to go further: nftctl resume {run}{further}")
     console.data(str(run))
-    steps = {"from": done, "to": done, "total": plan.total_steps}
+    steps = {"from": done, "to": done, "total": asked}
     console.result("resume", warnings, nothing_to_do=True, run=str(run), steps=steps)

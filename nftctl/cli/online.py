@@ -1,21 +1,20 @@
 """`nftctl validate --online`: what a profile needs around it, asked now: reward services, a Ray cluster, GPUs.
 
-Looks and starts nothing: services are asked who they are, a Ray address is connected to, GPUs are counted where the
-driver lists them. Says how each was judged. The web library is imported only when there is a service to ask.
+Looks and starts nothing: services are asked who they are, a Ray cluster what it runs and has free, GPUs are counted
+where the driver lists them. Says how each was judged. The web library is imported only when there is a service to ask.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
-from nftctl.errors import Finding, RewardFailed
+from nftctl.engine.cluster import Cluster, look_at, refuse_full_disk, refuse_unfit
+from nftctl.errors import EnvironmentUnfit, Finding, RewardFailed
 from nftctl.profile.load import Resolved
 from nftctl.profile.preflight import place
 from nftctl.profile.rules.rule import Problem
@@ -24,17 +23,13 @@ from nftctl.profile.schema import Grid, Provider, Reward
 RULES = {
     "reward-unreachable": "Every reward service answers.",
     "reward-revision-differs": "Every reward service declares the pinned revision.",
-    "ray-unreachable": "The Ray cluster that the profile names accepts connections.",
+    "ray-unreachable": "The Ray cluster that the profile names answers.",
+    "ray-unfit": "The cluster runs this Ray and Python and has room for every rank; a private Ray has disk space.",
     "gpus-too-few": "There is a GPU for every rank.",
 }
 """Code -> reason of each rule that needs more than the profile and the files it names."""
 
-CONNECT_TIMEOUT_S = 5.0
-"""Longest wait for a Ray address."""
-CLIENT_PORT = 10001
-"""Port of `ray://HOST` where none is given."""
-CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where Ray notes the address of the cluster on this machine."""
+Found = TypeVar("Found")
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
@@ -64,8 +59,8 @@ def look_around(resolved: Resolved, env: Mapping[str, str]) -> tuple[Answers, li
     """Ask everything once. The findings have their places in the profile, sorted by line."""
     profile, answers = resolved.profile, Answers()
     _ask_services(profile.reward, env, answers)
-    _try_ray(profile.grid, env, answers)
-    _count_gpus(profile.grid, profile.ranks, env, answers)
+    cluster = _try_ray(profile.grid, profile.ranks, env, answers)
+    _count_gpus(profile.grid, profile.ranks, env, cluster, answers)
     return answers, place(resolved, ((code, "error", problem) for code, problem in answers.problems))
 
 
@@ -135,52 +130,41 @@ def _judge_packaged(provider: Provider, key: str, answers: Answers) -> dict[str,
 # -- Ray ------------------------------------------------------------------------------------------------------------
 
 
-def _try_ray(grid: Grid, env: Mapping[str, str], answers: Answers) -> None:
+def _try_ray(grid: Grid, ranks: int, env: Mapping[str, str], answers: Answers) -> Cluster | None:
+    """Ask the cluster, if the profile names one, as a launch would; join nothing."""
     if grid.address == "local":
         answers.ray = {"address": "local", "reachable": None, "how": "not asked: the run starts a private one"}
-        return
-    fault = ""
-    try:
-        host, port = ray_endpoint(grid.address, env)
-        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S):
-            how = f"{host}:{port} accepts connections"
-    except ValueError as error:
-        fault = f'grid.address = "{grid.address}" {error}'
-    except OSError as error:
-        fault = f"no Ray at {host}:{port} (grid.address): {error.strerror or error}"
-    if fault:
-        how = "not reachable"
-        help = "start the cluster, or leave grid.address out: the run then starts a private Ray"
-        answers.problems.append(("ray-unreachable", Problem("grid.address", fault, help)))
-    answers.ray = {"address": grid.address, "reachable": not fault, "how": how}
+        _or_problem("ray-unfit", lambda: refuse_full_disk(env), answers)
+        return None
+    found = _or_problem("ray-unreachable", lambda: look_at(grid, env), answers)
+    if found is None:
+        answers.ray = {"address": grid.address, "reachable": False, "how": "not reachable"}
+        return None
+    answers.ray = {"address": found.address, "reachable": True, "how": found.describe()}
+    _or_problem("ray-unfit", lambda: refuse_unfit(found, grid, ranks), answers)
+    return found
 
 
-def ray_endpoint(address: str, env: Mapping[str, str], current: Path = CURRENT_CLUSTER) -> tuple[str, int]:
-    """Host and port behind `HOST:PORT`, `ray://HOST[:PORT]` or `auto`. ValueError says what the address is not."""
-    if address == "auto":
-        try:
-            address = env.get("RAY_ADDRESS") or current.read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            raise ValueError(f"finds no cluster: RAY_ADDRESS is not set, and there is no {current}") from None
-    client = address.startswith("ray://")
+def _or_problem(code: str, look: Callable[[], Found], answers: Answers) -> Found | None:
+    """What `look` found; where a launch would be refused, a problem of `grid.address` instead."""
     try:
-        parts = urlsplit(address if client else f"//{address}")
-        host, port = parts.hostname, parts.port or (CLIENT_PORT if client else None)
-    except ValueError:
-        host, port = None, None
-    if not host or not port or parts.path:
-        raise ValueError("is not HOST:PORT, ray://HOST:PORT, auto or local")
-    return host, port
+        return look()
+    except EnvironmentUnfit as unfit:
+        answers.problems.append((code, Problem("grid.address", unfit.message, unfit.hint)))
+        return None
 
 
 # -- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def _count_gpus(grid: Grid, ranks: int, env: Mapping[str, str], answers: Answers) -> None:
+def _count_gpus(grid: Grid, ranks: int, env: Mapping[str, str], cluster: Cluster | None, answers: Answers) -> None:
     wanted = {"device": grid.device, "needed": ranks}
-    if grid.device == "cpu" or grid.address != "local":
-        how = "not needed: grid.device is cpu" if grid.device == "cpu" else "not counted: they are the cluster's"
-        answers.gpus = wanted | {"visible": None, "how": how}
+    if grid.device == "cpu":
+        answers.gpus = wanted | {"visible": None, "how": "not needed: grid.device is cpu"}
+        return
+    if grid.address != "local":  # too few of them make the cluster unfit
+        how = f"{cluster.gpus} on one node of the cluster" if cluster else "not counted: they are the cluster's"
+        answers.gpus = wanted | {"visible": cluster.gpus if cluster else None, "how": how}
         return
     count, how = visible_gpus(env)
     if grid.device == "auto" and count == 0:

@@ -1,14 +1,16 @@
 """Ctrl-C and SIGTERM: the first asks the run to finish its step and save, the second ends it at once.
 
-Speaks within the handler, by a plain write, since the person at the keyboard must see at once that they were heard.
+Speaks by a plain write, past every buffer, since the person at the keyboard must see at once that they were heard.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -26,39 +28,73 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """Handlers for the time of a job. Before `arm` there is nothing to save, so the first signal already ends it."""
+    """Handlers for the time of a job. Before `arm` there is nothing to save, so the first signal already ends it.
+
+    A thread hears and counts the signals, through the pipe that the interpreter's own handler writes to: the main
+    thread may be busy for a second, and would then find two presses of Ctrl-C as one.
+    """
 
     def __init__(self) -> None:
         self._request: Callable[[int], None] | None = None
         self._step: Callable[[], int] = int
-        self._seen = 0
+        self._seen: list[int] = []
+        self._end_now = False
+        self._leaving = False
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        ear, self._mouth = os.pipe()
+        os.set_blocking(self._mouth, False)
         self._former = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        self._former_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._listener = threading.Thread(target=self._listen, args=(ear,), name="signals", daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving = True
+        signal.set_wakeup_fd(self._former_mouth)
+        os.close(self._mouth)
+        self._listener.join()
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
-        if isinstance(error, KeyboardInterrupt):
-            raise Stopped(self._seen or signal.SIGINT) from None
+        if isinstance(error, KeyboardInterrupt) or (error is None and self._end_now):
+            raise Stopped(self._seen[-1] if self._seen else signal.SIGINT) from None
 
     def arm(self, request: Callable[[int], None], step: Callable[[], int]) -> None:
         """From now on the first signal calls `request(signum)`; `step` tells the number of the last finished step."""
         self._request, self._step = request, step
 
+    def _listen(self, ear: int) -> None:
+        """Until the other end is closed: ask at the first signal, end at every further one."""
+        echoes = 0
+        while heard := os.read(ear, 1):
+            if heard[0] not in SIGNALS:
+                continue
+            if echoes:
+                echoes -= 1
+                continue
+            self._seen.append(heard[0])
+            if self._request is not None and len(self._seen) == 1:
+                self._request(heard[0])
+                write_now(f"\nfinishing step {self._step() + 1}, then saving; press again to stop now\n")
+            else:
+                self._end_now = True
+                # The main thread may have looked before this was known. This makes it look again, and writes into
+                # the pipe as a signal does.
+                echoes += 1
+                _thread.interrupt_main(signal.Signals(heard[0]))
+        os.close(ear)
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        first, self._seen = not self._seen, signum
-        if self._request is None or not first:
+        if self._end_now and not self._leaving:
+            self._end_now = False
             raise KeyboardInterrupt
-        self._request(signum)
-        write_now(f"\nfinishing step {self._step() + 1}, then saving; press again to stop now\n")
 
 
 def write_now(text: str) -> None:
-    """Write to stderr without its buffer, which a signal handler may have interrupted half way."""
+    """Write to stderr without its buffer, which another thread may be filling."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), text.encode())

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 def load_checked(
-    console: Console, argument: str | None, sets: Sequence[str], flags: Mapping[str, object]
+    console: Console, argument: str | None, sets: Sequence[str], flags: Mapping[str, object], *, fetch: bool = False
 ) -> tuple[Resolved, list[Finding]]:
     """Find, load and check a profile. Says which one on stderr, shows warnings and returns them.
 
-    Raises ProfileRefused with every finding.
+    With `fetch` a base that the local cache of the hub lacks is downloaded, if that is all that is wrong. Raises
+    ProfileRefused with every finding.
     """
     from nftctl.profile.load import find_profile, load_profile
     from nftctl.profile.preflight import refuse_if_wrong
@@ -32,9 +33,26 @@ def load_checked(
     path, which = find_profile(argument, os.environ, Path.cwd())
     console.say(which)
     resolved = load_profile(path, sets=sets, flags={key: value for key, value in flags.items() if value is not None})
+    if fetch:
+        _fetch_base(console, resolved)
     warnings = refuse_if_wrong(resolved)
     console.findings(warnings)
     return resolved, warnings
+
+
+def _fetch_base(console: Console, resolved: Resolved) -> None:
+    from nftctl.profile.artifacts import hub_id
+
+    hub = hub_id(resolved.profile.rl.init_from)
+    if hub is None:
+        return
+    from nftctl.profile.hub import is_offline
+    from nftctl.profile.preflight import check
+
+    wrong = {finding.code for finding in check(resolved) if finding.severity == "error"}
+    if wrong and wrong <= {"init-from-hub", "init-from-weights", "text-encoder-missing"} and not is_offline():
+        console.say(f"downloading {hub.repository} at {hub.revision}: safetensors, JSON and tokenizer files")
+        hub.fetch()
 
 
 def validate(
@@ -116,7 +134,7 @@ def _memory(resolved: Resolved) -> dict[str, Any] | None:
     if facts.contract is None:
         return None
     prompts = [prompt.text for file in facts.prompt_files for prompt in file.prompts]
-    found = estimate(resolved.profile, facts.base, facts.weights, facts.contract.lora, prompts)
+    found = estimate(resolved.profile, facts.base, facts.weights, facts.contract, prompts)
     if found is None:
         return None
     parts = [{"name": p.name, "bytes": p.bytes, "when": p.when, "rough": p.rough, "how": p.how} for p in found.parts]

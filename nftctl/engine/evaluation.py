@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nftctl.engine.group import Group
 from nftctl.engine.worker import EvalSample
-from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file
+from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file, spread
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Sampling, Weights
 
@@ -28,7 +28,7 @@ class Evaluation:
         """Samples of `[eval]` and `[samples]`, keyed by (eval.seed, purpose, prompt, sample)."""
         settings, rl, look = profile.eval, profile.rl, profile.samples
         prompts = read_prompts(resolve_prompt_file(settings.prompt_file, "test")) if settings.prompt_file else []
-        shown = _spread(prompts or read_prompts(prompt_path), look.prompts)
+        shown = spread(prompts or read_prompts(prompt_path), look.prompts)
         how = Sampling(
             steps=rl.sample_steps if settings.steps is None else settings.steps,
             shift=rl.sampler_shift,
@@ -36,7 +36,7 @@ class Evaluation:
         )
         held_out = _samples(prompts, settings.samples_per_prompt, settings.seed, "eval")
         grid = _samples(shown, look.columns, settings.seed, "grid")
-        return cls(held_out, grid, (len(shown), look.columns), how)
+        return cls(held_out, grid, (len(shown), look.columns), how, settings.weights)
 
     def score(self, group: Group, step: int) -> dict[str, float]:
         """Mean reward and components over the held-out samples; empty when there are none."""
@@ -54,7 +54,7 @@ class Evaluation:
         """Write the grid of the current policy; None when the profile asks for none."""
         if not self.grid:
             return None
-        title = "base" if step == 0 else f"policy after {step} steps"
+        title = "base" if step == 0 else f"{self.weights} after {step} steps"
         group.call("grid", self.grid, self.how, self.weights, self.grid_shape, path, title)
         return path
 
@@ -65,12 +65,6 @@ def _samples(prompts: Sequence[Prompt], per_prompt: int, seed: int, purpose: str
         for i, p in enumerate(prompts)
         for j in range(per_prompt)
     )
-
-
-def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts at even distances, so that a grid does not show one corner of the file."""
-    count = min(count, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _mean(values: Sequence[float]) -> float:

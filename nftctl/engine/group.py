@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nftctl.engine.placement import place, start_ray
+from nftctl.engine.cluster import Cluster
+from nftctl.engine.placement import place, refuse_other_code, start_ray
 from nftctl.engine.worker import Worker
 from nftctl.errors import NftctlError, TrainingFailed
 from nftctl.profile.schema import Profile
+from nftctl.roles import stage
 
 GRACE_S = 3.0
 """Seconds to wait for further failures after the first, so that the cause is blamed and not a neighbour."""
+
+
+TIMED_OUT = "timed out"
+"""What gloo says of a peer that is there and does nothing."""
 
 
 @dataclass(slots=True)
@@ -39,6 +46,13 @@ class _Failures:
 
         return min(self.by_rank.items(), key=order)
 
+    def waited_in_vain(self) -> bool:
+        """Whether nothing failed but collectives, at least one of them for want of an answer."""
+        causes = [getattr(error, "cause", error) for error in self.by_rank.values()]
+        if any(_died(error) for error in self.by_rank.values()) or not all(_is_echo(cause) for cause in causes):
+            return False
+        return any(TIMED_OUT in str(cause).lower() for cause in causes)
+
 
 def _died(error: BaseException) -> bool:
     from ray.exceptions import RayActorError
@@ -46,16 +60,24 @@ def _died(error: BaseException) -> bool:
     return isinstance(error, RayActorError)
 
 
+def _lost(error: BaseException) -> bool:
+    """Whether a rank that failed like this is of no further use: dead, or with broken connections to the others."""
+    return _died(error) or _is_echo(getattr(error, "cause", error))
+
+
 def _is_echo(error: BaseException) -> bool:
     """A collective that broke because a peer was gone says nothing about this rank."""
     if isinstance(error, NftctlError) and not isinstance(error, TrainingFailed):
         return False  # a reward service may reset a connection too, and that is a cause
     text = str(error).lower()
-    return any(part in text for part in ("connection closed", "connection reset", "timed out", "socket", "nccl"))
+    return any(part in text for part in (TIMED_OUT, "connection closed", "connection reset", "socket", "nccl"))
 
 
 class Group:
-    """The actors of a run, one per rank."""
+    """The actors of a run, one per rank.
+
+    whole   every rank has answered the last call, by a result or by an error of its own, and can be called again
+    """
 
     def __init__(self, actors: list[Any], device: str, logs: Path | None, timeout_s: float) -> None:
         self.actors = actors
@@ -63,21 +85,33 @@ class Group:
         self._logs = logs
         self._timeout_s = timeout_s
         self.members: list[dict[str, Any]] = []
+        self.bundles: Any = None
+        self.whole = True
 
     @classmethod
-    def start(cls, profile: Profile, logs: Path | None, born: Callable[[Group], None]) -> Group:
-        """Start Ray, one actor per rank, and join them into one process group.
+    def start(
+        cls,
+        profile: Profile,
+        logs: Path | None,
+        born: Callable[[Group], None],
+        cluster: Cluster | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Group:
+        """Start a private Ray, or join `cluster`; start one actor per rank, and join them into one process group.
 
         `born` receives the group as soon as there is something to shut down, also when the rest of the start fails.
         """
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         ranks, timeout = profile.ranks, profile.grid.collective_timeout_s
         group = cls([], "cpu", logs, timeout)
         born(group)
-        device = group.device = start_ray(profile.grid, ranks)
-        bundles = place(ranks, device)
+        device = group.device = start_ray(profile.grid, ranks, cluster, say)
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = group.bundles = place(ranks, device)
+        logs = logs.absolute() if logs else None
+        if cluster is not None:
+            refuse_other_code(bundles, [Path.cwd(), *([logs] if logs else [])])
         remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0, max_restarts=0)(Worker)
         group.actors = [
             remote.options(
@@ -85,6 +119,10 @@ class Group:
             ).remote(rank, logs / f"rank_{rank}.log" if logs else None, profile.job.deterministic)
             for rank in range(ranks)
         ]
+        if cluster is not None:
+            # A cluster's processes have its folder and its environment, and the profile speaks of ours.
+            names = {provider.token_env for provider in profile.reward.providers} & set(os.environ)
+            group.call("settle", Path.cwd(), {name: os.environ[name] for name in names})
         group.members = group.call("about")
         host, port = group.call_one(0, "host_store", ranks, timeout)
         group.call("join", ranks, host, port, device, timeout)
@@ -115,16 +153,17 @@ class Group:
                 failures.by_rank[rank] = error
             patience = GRACE_S if failures.by_rank else self._timeout_s
             deadline = time.monotonic() + patience if deadline is None or failures.by_rank else deadline
-        if failures.by_rank:
-            self._blame(failures, method)
-        if left:
-            late = sorted(left.values())
+        late = sorted(left.values())
+        self.whole = not late and not any(map(_lost, failures.by_rank.values()))
+        if late and (not failures.by_rank or failures.waited_in_vain()):
             raise TrainingFailed(
-                f"rank {late[0]} did not finish `{method}` within {self._timeout_s:.0f} s of the first rank "
-                f"(late: {late})",
+                f"rank {late[0]} did not finish {self._doing(late[0], method)}{self._where(late[0])} "
+                f"within the {self._timeout_s:.0f} s that ranks wait for each other (late: {late})",
                 rank=late[0],
                 log=self._log(late[0]),
             )
+        if failures.by_rank:
+            self._blame(failures, method)
         return [answers[rank] for rank in sorted(answers)]
 
     def _blame(self, failures: _Failures, method: str) -> None:
@@ -136,11 +175,25 @@ class Group:
             raise cause from None
         if isinstance(cause, NftctlError):
             raise cause from None
+        doing = f"{self._doing(rank, method)}{self._where(rank)}"
         if _died(error):
-            text = f"rank {rank} died in `{method}`{self._where(rank)}: its process ended without an exception"
+            text = f"rank {rank} died in {doing}: its process ended without an exception"
         else:
-            text = f"rank {rank} failed in `{method}`{self._where(rank)}: {type(cause).__name__}: {cause}"
+            text = f"rank {rank} failed in {doing}: {type(cause).__name__}: {cause}"
+            self._write_down(rank, error)
         raise TrainingFailed(text, rank=rank, log=self._log(rank)) from None
+
+    def _write_down(self, rank: int, error: BaseException) -> None:
+        """Put the rank's traceback at the end of its log, once: Ray hands it to the driver and writes it nowhere."""
+        trace = re.sub(r"\x1b\[\d+m", "", str(error))
+        if self._logs:
+            with contextlib.suppress(OSError), Path(self._log(rank)).open("a") as log:
+                log.write(f"rank {rank}: {trace.rstrip()}\n")
+
+    def _doing(self, rank: int, method: str) -> str:
+        """What the rank itself said last that it had begun, or the call, when it had begun no stage of a step."""
+        said = stage.last_begun(Path(self._log(rank))) if self._logs else ""
+        return said or f"`{method}`"
 
     def _where(self, rank: int) -> str:
         member = next((m for m in self.members if m["rank"] == rank), None)
@@ -150,14 +203,17 @@ class Group:
         return str(self._logs / f"rank_{rank}.log") if self._logs else ""
 
     def shutdown(self) -> None:
-        """Kill every actor and end this run's Ray; leave every other Ray alone."""
+        """Kill every actor, give the bundles back and end this run's Ray; leave every other Ray alone."""
         import ray
 
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         with contextlib.suppress(Exception):
-            ray.shutdown()
+            if self.bundles is not None:
+                ray.util.remove_placement_group(self.bundles)
+        with contextlib.suppress(Exception):
+            ray.shutdown()  # of a cluster that was joined, it only takes leave
         for member in self.members:
             # A stopped process ignores Ray's polite kill; it is ours, on this host, and must not outlive the run.
             if member["host"] == os.uname().nodename and _is_rank_process(member["pid"]):

@@ -7,6 +7,7 @@ happens, no process of the run is left behind.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from nftctl.engine import services
+from nftctl.engine.cluster import Cluster, find_cluster
 from nftctl.engine.evaluation import Evaluation
 from nftctl.engine.group import Group
 from nftctl.engine.plan import JobPlan, plan_versions
-from nftctl.engine.report import JsonLines, Reporter, TensorBoard, join_grids, write_curve
+from nftctl.engine.report import JsonLines, Reporter, TensorBoard, done_again, join_grids, write_curve
 from nftctl.engine.saving import Checkpoints
 from nftctl.engine.worker import WorkerSpec
-from nftctl.errors import CheckpointUnusable, RewardFailed, TrainingFailed
+from nftctl.errors import CheckpointUnusable, NftctlError, RewardFailed, TrainingFailed
 from nftctl.run.canonical import pretty_bytes
-from nftctl.run.checkpoints import discard_partials, set_aside_newer
+from nftctl.run.checkpoints import discard_partials, list_steps, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write
+from nftctl.run.disk import cure
 from nftctl.run.state import RunState
 
 _stop_signal = 0
@@ -40,19 +43,21 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
     """Run `plan` to its end and return the closing summary.
 
     Starts and ends its own ranks, unless a started `group` of the right size is lent; that one is left running.
-    Raises RewardFailed before anything is created when an http provider is not what is pinned, CheckpointUnusable when
-    the run folder is in use, TrainingFailed when a rank fails.
+    Raises before anything is created: EnvironmentUnfit when Ray has no place for it, RewardFailed when an http provider
+    is not what is pinned. Then CheckpointUnusable when the run folder is in use, TrainingFailed when a rank fails.
     """
     try:
         return _run_job(plan, reporter, group)
     except OSError as error:
+        saved = list_steps(plan.run_path / "checkpoints")
         raise CheckpointUnusable(
             f"cannot write to {plan.run_path}: {error.strerror or error}",
-            hint=f"make room or mend the folder; what was saved is whole: nftctl resume {plan.run_path}",
+            hint=cure(error) + (f"; what was saved is whole: nftctl resume {saved[-1][1]}" if saved else ""),
         ) from error
 
 
 def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str, Any]:
+    cluster = find_cluster(plan.profile, os.environ, reporter.note) if group is None else None
     http = services.ask_http(plan.profile, plan.revisions)
     run = _open_folder(plan)
     with run.lock(), contextlib.ExitStack() as stack:
@@ -65,15 +70,17 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         logs = run.new_attempt()
         embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
         answered = [(http | embedded)[p.name] for p in plan.profile.reward.providers]
-        files = stack.enter_context(_files(run, plan))
+        files = stack.enter_context(_files(run, plan, reporter))
+        if again := done_again(files.metrics, plan.state.step):
+            reporter.note(again)
         if group is None:
-            reporter.note(f"starting Ray and {plan.profile.ranks} ranks")
-            group = stack.enter_context(_group(plan, logs))
+            reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
+            group = stack.enter_context(_group(plan, logs, cluster, reporter))
         facts = group.call("build", _spec(plan, answered, logs))[0]
         reporter.note(
             f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
             f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
-            f"{facts['lora_parameters']:,} trained in {facts['lora_tensors']} tensors"
+            f"{facts['trained_parameters']:,} trained in {facts['trained_tensors']} tensors"
         )
         return _Run(plan, run, group, files, reporter).go()
 
@@ -104,12 +111,12 @@ def _spec(plan: JobPlan, answered: list[services.Service], logs: Path) -> Worker
 
 
 @contextlib.contextmanager
-def _group(plan: JobPlan, logs: Path) -> Iterator[Group]:
+def _group(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Reporter) -> Iterator[Group]:
     started: list[Group] = []
     # Ray announces dead workers on our standard output, which carries data only.
     with (logs / "ray.log").open("a") as sink, contextlib.redirect_stdout(sink):
         try:
-            yield Group.start(plan.profile, logs, started.append)
+            yield Group.start(plan.profile, logs, started.append, cluster, reporter.note)
         finally:
             for group in started:
                 group.shutdown()
@@ -123,11 +130,13 @@ class _Files:
 
 
 @contextlib.contextmanager
-def _files(run: RunDirectory, plan: JobPlan) -> Iterator[_Files]:
+def _files(run: RunDirectory, plan: JobPlan, reporter: Reporter) -> Iterator[_Files]:
     step = plan.state.step
     metrics = JsonLines(run.metrics, keep_through=step)
     evaluations = JsonLines(run.path / "evaluations.jsonl", keep_through=step)
-    board = TensorBoard(run.path / "tensorboard", enabled=plan.profile.logging.tensorboard)
+    board = TensorBoard(
+        run.path / "tensorboard", enabled=plan.profile.logging.tensorboard, warn=reporter.warn, keep_through=step
+    )
     try:
         yield _Files(metrics, evaluations, board)
     finally:
@@ -155,17 +164,23 @@ class _Run:
             self._look(evaluation, 0)
         try:
             state = self._train(state, saves, evaluation)
+            saves.finish()
         except RewardFailed as error:
             # All ranks are alive and no weight has moved since the last whole step, so nothing of it need be lost.
             self._save_last(saves)
             error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
             raise
         except TrainingFailed as error:
+            # The step is lost, but not the checkpoint that was being written meanwhile.
+            with contextlib.suppress(NftctlError, OSError):
+                saves.finish() if self.group.whole else saves.settle()
+            error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
+            raise
+        except CheckpointUnusable as error:
             error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
             raise
         finally:
             self.reporter.done()
-        saves.finish()
         return self._summary(state, saves, self._last_grid())
 
     def _save_last(self, saves: Checkpoints) -> None:
@@ -177,16 +192,19 @@ class _Run:
     def _way_back(self, saves: Checkpoints) -> str:
         if saves.newest is None:
             return "no checkpoint was written yet; begin again with --auto-resume to keep the name"
-        return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {self.run.path}"
+        # By its own name: a save that broke off may lie beyond it, and that is not passed over.
+        return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {saves.newest}"
 
     def _train(self, state: RunState, saves: Checkpoints, evaluation: Evaluation) -> RunState:
         every = self.plan.profile.checkpoint.every
         while state.step < self.plan.total_steps:
-            if _stop_signal and state is self.plan.state:
-                break  # asked to stop before the first step: there is nothing to finish and nothing to save
+            if _stop_signal:
+                # Asked to stop before the first step, or since the last one ended: at most there is a save to make.
+                self._save_last(saves)
+                break
             state = self.last = self._step(state)
+            saves.advance()
             last = state.step == self.plan.total_steps or bool(_stop_signal)
-            saves.finish()
             if last or (every and state.step % every == 0):
                 saves.begin(state, self.files.metrics.rows)
             self._look_if_due(evaluation, state.step)

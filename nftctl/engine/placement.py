@@ -1,46 +1,69 @@
-"""Ray, started for one run: a private instance, one bundle per rank, nothing of the user's own Ray touched.
+"""Ray, for one run: a private instance or a cluster that the profile names; one bundle per rank; nothing else touched.
 
-Refuses a machine that has fewer GPUs than ranks. Never joins a cluster that the profile does not name, and never
-shells out to `ray stop`, which would end every Ray on the host.
+Refuses a machine that has fewer GPUs than ranks, and a node that does not have this very nftctl. Never joins a cluster
+that the profile does not name, and never shells out to `ray stop`, which would end every Ray on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
+import socket
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from nftctl.errors import TrainingFailed
+from nftctl.engine.cluster import Cluster, bundle_of, choose_device, ray_folder
+from nftctl.errors import EnvironmentUnfit
 from nftctl.profile.schema import Grid
 
+PLACE_TIMEOUT_S = 60.0
+"""Longest wait for bundles. That there is room was seen before; a cluster may have given it away since."""
+LOOK_TIMEOUT_S = 60.0
+"""Longest wait for a node's word on its code; it starts a process there."""
 
-def start_ray(grid: Grid, ranks: int) -> str:
-    """Start a private Ray on this machine with the resources of the run; returns the device, `cpu` or `cuda`.
 
-    Raises TrainingFailed when there are GPUs, or GPUs are asked for, and they are fewer than the ranks.
+def start_ray(grid: Grid, ranks: int, cluster: Cluster | None, say: Callable[[str], None]) -> str:
+    """Join `cluster`, or start a private Ray on this machine; returns the device, `cpu` or `cuda`.
+
+    Raises EnvironmentUnfit when Ray does not start, with its own reason, and when there are too few GPUs.
     """
-    import ray
-
     os.environ.pop("RAY_ADDRESS", None)
     # Ray's usage report and its log de-duplication have no place in a tool that promises quiet and complete logs.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if cluster is not None and cluster.token:
+        os.environ["RAY_AUTH_MODE"] = "token"
+    # Only now: Ray reads these variables once, when it is imported.
+    import ray
+
+    own: dict[str, Any] = {
+        "num_cpus": ranks,
+        "num_gpus": 0 if grid.device == "cpu" else None,
+        "include_dashboard": False,
+    }
     with warnings.catch_warnings(), _own_signals():
         warnings.simplefilter("ignore")
-        ray.init(
-            address="local",
-            num_cpus=ranks,
-            num_gpus=0 if grid.device == "cpu" else None,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        try:
+            ray.init(
+                address="local" if cluster is None else cluster.address,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **(own if cluster is None else {}),
+            )
+        except Exception as error:
+            raise _not_started(error, cluster) from error
+    if cluster is not None:
+        return choose_device(grid, ranks, cluster.gpus)
+    say(f"Ray of its own at {ray.get_runtime_context().gcs_address}, logs in {own_logs(os.environ)}")
     return choose_device(grid, ranks, int(ray.cluster_resources().get("GPU", 0)))
 
 
@@ -58,28 +81,104 @@ def _own_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def choose_device(grid: Grid, ranks: int, gpus: int) -> str:
-    """`auto` takes GPUs when there is one for every rank, and the CPU only when there is none at all."""
-    if grid.device == "cpu" or (grid.device == "auto" and gpus == 0):
-        return "cpu"
-    if gpus < ranks:
-        raise TrainingFailed(
-            f"{ranks} GPUs are needed, one per rank (rl.group_size = {ranks}); {gpus} are visible",
-            hint='lower rl.group_size, or set grid.device = "cpu"',
-        )
-    return "cuda"
+def own_logs(env: Mapping[str, str]) -> Path:
+    """Log folder of the Ray that this process started or tried to start; Ray puts the process id into its name."""
+    folder = ray_folder(env)
+    sessions = sorted(folder.glob(f"session_*_{os.getpid()}"))
+    return (sessions[-1] if sessions else folder) / "logs"
 
 
-def place(ranks: int, device: str, timeout_s: float = 60.0) -> Any:
-    """A placement group with one bundle per rank, ready; TrainingFailed when it is not within `timeout_s`."""
+def _not_started(error: BaseException, cluster: Cluster | None) -> EnvironmentUnfit:
+    reasons = []
+    cause: BaseException | None = error
+    while cause is not None:
+        reasons.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
+        cause = cause.__cause__ or cause.__context__
+    reason = "; because of ".join(reasons)
+    if cluster is not None:
+        return EnvironmentUnfit(f"Ray could not join the cluster at {cluster.address}: {reason}")
+    logs = own_logs(os.environ)
+    return EnvironmentUnfit(f"Ray did not start: {reason}{_last_words(logs)}", hint=f"Ray's own logs are in {logs}")
+
+
+def _last_words(logs: Path) -> str:
+    """Why the raylet ended, which Ray leaves in that file: a slow import, say, that trips one of its fixed limits."""
+    try:
+        first = (logs / "raylet.err").read_text(errors="replace").splitlines()[:1]
+    except OSError:
+        return ""
+    return f"; its raylet ended with: {first[0].rpartition('Check failed: ')[2]}" if first else ""
+
+
+def place(ranks: int, device: str, timeout_s: float = PLACE_TIMEOUT_S) -> Any:
+    """A placement group with one bundle per rank on one node, ready; EnvironmentUnfit when not within `timeout_s`."""
     import ray
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
 
-    bundle = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+    bundle = bundle_of(device)
     group = placement_group([dict(bundle) for _ in range(ranks)], strategy="STRICT_PACK")
     try:
         ray.get(group.ready(), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-        raise TrainingFailed(f"no room for {ranks} ranks of {bundle}: Ray has {free} free") from None
+        raise EnvironmentUnfit(f"no room for {ranks} ranks of {bundle}: Ray has {free} free") from None
     return group
+
+
+def own_code() -> dict[str, str]:
+    """What has to be the same wherever ranks run: the versions of the arithmetic, and a hash of nftctl's source."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return {name: version(name) for name in ("nftctl", "torch", "diffusers", "peft")} | {"source": digest.hexdigest()}
+
+
+def refuse_other_code(bundles: Any, folders: list[Path]) -> None:
+    """Have the ranks' node say what it would run, and if it sees `folders`. EnvironmentUnfit when it is not as here."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    # A function inside a function travels by value: it has something to say even where there is no nftctl.
+    def look() -> dict[str, Any]:
+        facts: dict[str, Any] = {"host": socket.gethostname(), "python": sys.executable}
+        try:
+            from nftctl.engine.placement import own_code
+
+            code = own_code()
+        except Exception as error:
+            return facts | {"fault": f"{type(error).__name__}: {error}"}
+        return facts | {"code": code, "unseen": [str(path) for path in folders if not path.is_dir()]}
+
+    strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0)
+    asked = ray.remote(num_cpus=1, max_retries=0)(look).options(scheduling_strategy=strategy).remote()
+    try:
+        facts = ray.get(asked, timeout=LOOK_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        raise EnvironmentUnfit(f"a node could not say what it would run: {type(error).__name__}: {error}") from None
+    judge_node(facts, own_code())
+
+
+def judge_node(facts: Mapping[str, Any], ours: Mapping[str, str]) -> None:
+    """Refuse what a node said of itself, unless it is as here."""
+    place = f"{facts['python']} on node {facts['host']}"
+    if "fault" in facts:
+        raise EnvironmentUnfit(
+            f"{place} cannot import nftctl: {facts['fault']}",
+            hint=f"install nftctl {ours['nftctl']} for that interpreter: ranks run it there",
+        )
+    differ = [
+        f"{name} {facts['code'].get(name)} there, {value} here"
+        for name, value in ours.items()
+        if facts["code"].get(name) != value
+    ]
+    if differ:
+        raise EnvironmentUnfit(
+            f"{place} has other code than this process: {'; '.join(differ)}",
+            hint="install the same versions there; all ranks and the driver run one program",
+        )
+    if facts["unseen"]:
+        raise EnvironmentUnfit(
+            f"node {facts['host']} does not see {', '.join(facts['unseen'])}",
+            hint="the ranks write there: begin the run in a folder that the node shares with this machine",
+        )

@@ -14,6 +14,7 @@ from typing import Any
 
 from nftctl import __version__
 from nftctl.errors import CheckpointUnusable, Difference, ResumeRefused, RewardFailed
+from nftctl.profile.artifacts import pinned
 from nftctl.profile.load import Resolved
 from nftctl.profile.prompts import base_folder, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile, Provider
@@ -96,6 +97,7 @@ class JobPlan:
             "identity": self.identity_hash,
             "identity_document": self.identity,
             "seed_contract": self.seed_contract,
+            "init_from": self.profile.rl.init_from,
             "base_fingerprint": self.base_fingerprint,
             "reward_revisions": self.revisions,
             "total_steps": self.total_steps,
@@ -137,8 +139,10 @@ def _hash_folder(value: str) -> str:
 def _build(
     resolved: Resolved, *, run_path: Path, run_id: str, total: int, argv: Sequence[str], **start: Any
 ) -> JobPlan:
-    profile = resolved.profile
-    base = base_folder(profile.rl.init_from)
+    # A branch of the hub may move on; what the run begins from is recorded by its commit.
+    rl = resolved.profile.rl.model_copy(update={"init_from": pinned(resolved.profile.rl.init_from)})
+    profile = resolved.profile.model_copy(update={"rl": rl})
+    base = base_folder(rl.init_from)
     prompts = resolve_prompt_file(profile.data.prompt_file, "train")
     dump = profile.model_dump()
     prompt_hash = hashing.hash_file(prompts)

@@ -5,16 +5,20 @@ Owns `metrics.jsonl`, `evaluations.jsonl`, TensorBoard events and the PNG grids.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from nftctl.errors import TrainingFailed
+from nftctl.errors import CheckpointUnusable, TrainingFailed
 from nftctl.run.directory import atomic_write
+from nftctl.run.disk import cure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +73,8 @@ class JsonLines:
             atomic_write(path, b"".join(orjson.dumps(row) + b"\n" for row in kept))
         self._file = path.open("ab")
         self.rows: list[dict[str, Any]] = kept
+        self.dropped = [int(row["step"]) for row in rows if row["step"] > keep_through]
+        """Steps whose rows were taken out because they are beyond `keep_through`."""
 
     def append(self, row: Row) -> None:
         """Write one row and flush it to the operating system."""
@@ -82,21 +88,50 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
-    """Event files through TensorBoard's own writer, without torch or TensorFlow."""
+def done_again(metrics: JsonLines, step: int) -> str:
+    """What a run that goes on from the checkpoint of `step` says of later steps; empty when there were none."""
+    if not metrics.dropped:
+        return ""
+    first, last, count = step + 1, max(metrics.dropped), len(metrics.dropped)
+    steps, them = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
+    rows = "1 row of metrics.jsonl is" if count == 1 else f"{count} rows of metrics.jsonl are"
+    return f"{steps} had been taken after that checkpoint and {them} done again; {rows} replaced"
 
-    def __init__(self, folder: Path, *, enabled: bool) -> None:
+
+class TensorBoard:
+    """Event files as TensorBoard reads them, written at once and in this thread, without torch or TensorFlow.
+
+    They repeat what metrics.jsonl holds, so a disk that takes no more ends them, with one warning, and not the run.
+    """
+
+    def __init__(
+        self, folder: Path, *, enabled: bool, warn: Callable[[str], None] = lambda text: None, keep_through: int = 0
+    ) -> None:
+        """A run that goes on from step `keep_through` takes back the events of later steps."""
+        self._warn = warn
         self._writer: Any = None
         if enabled:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            with self._excused():
+                self._open(folder, keep_through)
 
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(folder))
+    def _open(self, folder: Path, keep_through: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # Read in the order of their names; `tfevents` is what makes them event files.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if keep_through:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=keep_through + 1, session_log=start))
 
     def scalars(self, row: Row) -> None:
         """One scalar per numeric entry, at the row's step."""
         if self._writer is None:
             return
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -104,55 +139,75 @@ class TensorBoard:
             for key, value in row.items()
             if key != "step" and isinstance(value, int | float)
         ]
-        self._event(int(row["step"]), Summary(value=values))
+        with self._excused():
+            self._write(Event(wall_time=time.time(), step=int(row["step"]), summary=Summary(value=values)))
 
     def image(self, tag: str, step: int, path: Path) -> None:
         """A PNG file as an image event."""
         if self._writer is None:
             return
         from PIL import Image
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with Image.open(path) as picture:
-            width, height = picture.size
-        content = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
-        self._event(step, Summary(value=[Summary.Value(tag=tag, image=content)]))
+        with self._excused():
+            with Image.open(path) as picture:
+                width, height = picture.size
+            content = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
+            summary = Summary(value=[Summary.Value(tag=tag, image=content)])
+            self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
-    def _event(self, step: int, summary: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
         self._writer.flush()
 
+    @contextlib.contextmanager
+    def _excused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            self._writer = None
+            self._warn(f"no more events for TensorBoard: {error.strerror or error}; metrics.jsonl goes on")
+
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Close the event file; every event is in it already."""
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):  # closing tries once more to write what was refused
+                self._writer.close()
 
 
-def write_grid(path: Path, images: np.ndarray, prompts: Sequence[str], title: str) -> None:
-    """Write a PNG grid: one row per prompt, one column per sample, prompts on the left.
+def write_grid(
+    path: Path, images: np.ndarray, prompts: Sequence[str], title: str, *, captions: Sequence[str] = ()
+) -> None:
+    """Write a PNG grid: one row per prompt, one column per sample, prompts on the left, `captions` over the columns.
 
     images: uint8 [prompts, columns, H, W, 3]. Small images are enlarged without smoothing, so that pixels stay pixels.
+    Raises CheckpointUnusable when the disk does not take it.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     rows, columns, height, width, _ = images.shape
     zoom = max(1, 64 // max(height, width))
-    cell_h, cell_w, gap, head = height * zoom, width * zoom, 4, 22
+    cell_h, cell_w, gap, head = height * zoom, width * zoom, 4, 40 if captions else 22
     font = ImageFont.load_default(size=13)
     label = int(max(font.getlength(text) for text in [*(p[:60] for p in prompts), ""])) + 16
     width_px = max(label + columns * (cell_w + gap) + gap, int(font.getlength(title)) + 16)
     sheet = Image.new("RGB", (width_px, head + rows * (cell_h + gap) + gap), "white")
     draw = ImageDraw.Draw(sheet)
     draw.text((8, 4), title, fill="black", font=font)
+    for j, caption in enumerate(captions):
+        draw.text((label + gap + j * (cell_w + gap), 22), caption, fill="black", font=font)
     for i in range(rows):
         top = head + gap + i * (cell_h + gap)
         draw.text((8, top + cell_h // 2 - 8), prompts[i][:60], fill="black", font=font)
         for j in range(columns):
             tile = Image.fromarray(images[i, j]).resize((cell_w, cell_h), Image.Resampling.NEAREST)
             sheet.paste(tile, (label + gap + j * (cell_w + gap), top))
-    sheet.save(path)
+    try:
+        sheet.save(path)
+    except OSError as error:
+        raise CheckpointUnusable(f"cannot write {path}: {error.strerror or error}", hint=cure(error)) from error
 
 
 def join_grids(before: Path, after: Path, target: Path) -> None:

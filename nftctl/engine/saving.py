@@ -1,11 +1,13 @@
 """Checkpoints from the driver's side: begin on all ranks, go on training, then make the folder complete and prune.
 
-A checkpoint counts only when its manifest is written and its folder has its final name. At most one is in flight.
+A checkpoint counts only when its manifest is written and its folder has its final name. The ranks write one at a time;
+hashing, manifest and rename of the one before go on beside the next step, in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,30 +31,47 @@ class Checkpoints:
         self._run = run
         self._group = group
         self._open: tuple[Path, Manifest] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._committing: list[Future[None]] = []
         self.newest: Path | None = plan.resume_from if plan.continues else None
         self.newest_step = plan.state.step if plan.continues else 0
 
     def begin(self, state: RunState, rows: Sequence[dict[str, Any]]) -> None:
         """Snapshot the state of all ranks; writing goes on in the background until `finish`."""
-        self.finish()
+        self.advance()
         folder = partial_folder(self._run.checkpoints, state.step)
-        facts = self._group.call("save_begin", folder / STATE_FOLDER)[0]
+        facts = self._group.call("save_begin", state.step, folder / STATE_FOLDER)[0]
         self._open = (folder, self._manifest(state, facts, rows))
 
-    def finish(self) -> Path | None:
-        """Wait for the writing, make the checkpoint complete, then drop what retention no longer keeps."""
+    def advance(self) -> None:
+        """Between two steps: when the ranks have written, make the checkpoint complete beside the next step."""
+        while self._committing and self._committing[0].done():
+            self._committing.pop(0).result()
         if self._open is None:
-            return self.newest
-        folder, manifest = self._open
+            return
+        # Let go of first: what could not be finished must not be taken for finished when it is asked for again.
+        (folder, manifest), self._open = self._open, None
         self._group.call("save_finish")
+        self._committing.append(self._thread.submit(self._complete, folder, manifest))
+
+    def finish(self) -> Path | None:
+        """Wait until the checkpoint is complete and what retention no longer keeps is gone; the newest one."""
+        self.advance()
+        self.settle()
+        return self.newest
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that the ranks have written and that is being made complete; asks nothing of ranks."""
+        while self._committing:
+            self._committing.pop(0).result()
+
+    def _complete(self, folder: Path, manifest: Manifest) -> None:
         write_manifest(folder, manifest)
-        self.newest = self._run.checkpoints / step_name(manifest.step)
-        commit(folder, self.newest)
-        self.newest_step = manifest.step
-        self._open = None
+        final = self._run.checkpoints / step_name(manifest.step)
+        commit(folder, final)
+        self.newest, self.newest_step = final, manifest.step
         keep = self._plan.profile.checkpoint
         prune(self._run.checkpoints, keep.keep_last, keep.keep_every)
-        return self.newest
 
     def _manifest(self, state: RunState, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Manifest:
         plan = self._plan

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nftctl.errors import TrainingFailed
 from nftctl.profile.schema import Profile
+from nftctl.roles import stage
 from nftctl.run.state import RunState
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class Worker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._trajectories: list[Trajectory] = []
+        self._step = 0
+        self._saved_step = 0
+        self._peaks: dict[str, float] = {}
         self._saver: Any = None
         self._store: Any = None
 
@@ -76,6 +80,11 @@ class Worker:
         import socket
 
         return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}
+
+    def settle(self, folder: Path, variables: dict[str, str]) -> None:
+        """Work in the driver's folder and with these of its variables: a Ray that it only joined has its own."""
+        os.chdir(folder)
+        os.environ.update(variables)
 
     def host_store(self, world: int, timeout_s: float) -> tuple[str, int]:
         """Rank 0: open the rendezvous store on a port that the system picks, so two runs never meet on one."""
@@ -112,6 +121,11 @@ class Worker:
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
         log.info("rank %d of %d on %s, pid %d", self.rank, world, self.device, os.getpid())
+        if device == "cuda":
+            facts, chosen = torch.cuda.get_device_properties(self.device), os.environ.get("CUDA_VISIBLE_DEVICES")
+            log.info(
+                "rank %d computes on GPU-%s, %s (CUDA_VISIBLE_DEVICES=%s)", self.rank, facts.uuid, facts.name, chosen
+            )
 
     def build(self, spec: WorkerSpec) -> dict[str, Any]:
         """Load the base, add the adapters, shard, set up the roles, then load the checkpoint, if any. Collective.
@@ -139,21 +153,27 @@ class Worker:
 
     def sample(self, state: RunState) -> list[int]:
         """data.next and rollout.sample; when it returns, images are on their way to the scorer. Returns row numbers."""
-        roles = self.roles
+        roles, self._step = self.roles, state.step + 1
+        stage.begin(self._step, "rollout")
         rows = roles.data.next(state.cursor)
-        roles.gather()
+        log.info("rows %d to %d", rows[0].number, rows[-1].number)
+        self._peaks = {}
+        self._peak("")  # what an evaluation took is not the step's
         roles.reward.begin()
         self._trajectories = roles.rollout.sample(
             rows, state.optimizer_steps, lambda part: roles.reward.submit(state.step, part)
         )
+        self._peak("sample")
         return [row.number for row in rows]
 
     def prepare(self, state: RunState) -> None:
         """Everything of training that does not need rewards."""
+        stage.begin(self._step, "prepare")
         self.roles.policy.prepare(self._trajectories, state)
 
     def score(self) -> None:
         """Wait for this rank's scores."""
+        stage.begin(self._step, "reward")
         self.roles.reward.collect()
 
     def train(self, state: RunState) -> tuple[dict[str, float], RunState]:
@@ -170,51 +190,50 @@ class Worker:
         return {**commit.metrics, **metrics, **self._system()}, state
 
     def _system(self) -> dict[str, float]:
+        row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}
+        self._peak("train")
+        row |= {f"system/gpu_peak_{stage}_gb": peak for stage, peak in self._peaks.items()}
+        return row
+
+    def _peak(self, stage: str) -> None:
+        """Note the most memory that tensors took since the last note; an empty name only starts anew."""
         import torch
 
-        row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}
         if self.device.type == "cuda":
-            row["system/gpu_peak_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-        return row
+            if stage:
+                self._peaks[stage] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def save_begin(self, folder: Path) -> dict[str, Any]:
-        """Snapshot the state and start writing it in the background. Collective. Returns facts for the manifest."""
+    def save_begin(self, step: int, folder: Path) -> dict[str, Any]:
+        """Snapshot the state of `step` and start writing it in the background. Collective. Returns manifest facts."""
+        stage.begin(step, "save")
+        self._saved_step = step
         if self.roles.replay.held:
             raise TrainingFailed("a checkpoint was asked for in the middle of a step")
         from nftctl.engine.checkpoint import describe, optimizer_state
 
         policy = self.roles.policy
         moments, entries = optimizer_state(policy.optimizer, policy.parameters)
-        state = self._weights() | moments
+        state = policy.copies.state() | moments
         self._saver.begin(state, folder)
         return {"tensors": describe(state), "optimizer_entries": entries}
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """`policy.*` and `old.*`: the tensors themselves, not copies."""
-        from nftctl.model import adapters
-
-        state: dict[str, torch.Tensor] = {f"policy.{n}": p for n, p in self.roles.policy.parameters.items()}
-        return state | {f"old.{n}": p for n, p in adapters.old_parameters(self.roles.family.denoiser).items()}
-
     def _load(self, checkpoint: Path) -> None:
         """Weights and optimizer of a checkpoint whose manifest was verified."""
-        import torch
-
         from nftctl.engine.checkpoint import load, load_optimizer, optimizer_like
         from nftctl.run.manifest import STATE_FOLDER, read_manifest
 
         policy, entries = self.roles.policy, read_manifest(checkpoint).optimizer_entries
-        weights = self._weights()
-        tensors = load(checkpoint / STATE_FOLDER, weights | optimizer_like(policy.parameters, entries))
-        with torch.no_grad():
-            for name, parameter in weights.items():
-                parameter.copy_(tensors.pop(name))
+        like = policy.copies.state() | optimizer_like(policy.parameters, entries)
+        tensors = load(checkpoint / STATE_FOLDER, like)
+        policy.copies.load(tensors)
         load_optimizer(policy.optimizer, policy.parameters, tensors, entries)
 
     def save_finish(self) -> None:
         """Wait until the state of `save_begin` is written."""
+        stage.begin(self._saved_step, "commit")
         self._saver.finish()
 
     # -- looking at the model ------------------------------------------------------------------------------------
@@ -227,6 +246,7 @@ class Worker:
 
         from nftctl.reward.protocol import Item
 
+        stage.begin(self._step, "evaluation")
         mine = self._share(samples)
         images = self._images(mine, how, weights)
         items = [
@@ -252,6 +272,7 @@ class Worker:
 
         from nftctl.engine.report import write_grid
 
+        stage.begin(self._step, "grid")
         mine = torch.stack([image[0] for image in self._images(self._share(samples), how, weights)])
         world = dist.get_world_size()
         parts = [torch.empty_like(mine) for _ in range(world)]
@@ -271,7 +292,6 @@ class Worker:
         return padded[self.rank :: world]
 
     def _images(self, samples: Sequence[EvalSample], how: Sampling, weights: Weights) -> list[torch.Tensor]:
-        self.roles.gather()
         prompts, keys = [s.prompt for s in samples], [s.key for s in samples]
         images = list(self.roles.rollout.sample_fixed(prompts, keys, how, weights))
         self.roles.release()

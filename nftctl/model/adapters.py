@@ -22,8 +22,8 @@ from nftctl.errors import Finding, ProfileRefused
 from nftctl.model.family import Denoiser
 from nftctl.profile.schema import Lora
 
-POLICY, OLD = "policy", "old"
-Weights = Literal["policy", "old", "reference"]
+POLICY, OLD, EMA = "policy", "old", "ema"
+Weights = Literal["policy", "old", "reference", "ema"]
 
 
 def lora_config(lora: Lora, targets: Sequence[str] = ()) -> LoraConfig:
@@ -62,8 +62,8 @@ def _finding(code: str, message: str, linear: list[str]) -> Finding:
     return Finding(code, "model.lora.targets", message, help=f"the denoiser has {', '.join(leaves)}")
 
 
-def add_adapters(denoiser: Denoiser, lora: Lora, *, seed: int) -> None:
-    """Inject `policy` and its exact copy `old`; freeze the base; leave `policy` active.
+def add_adapters(denoiser: Denoiser, lora: Lora, *, seed: int, ema: bool = False) -> None:
+    """Inject `policy` and its exact copies `old` and, if asked for, `ema`; freeze the base; leave `policy` active.
 
     A is drawn from (seed, module name) alone: N(0, 1/rank) for `gaussian`, U(-1/sqrt(n), 1/sqrt(n)) for `kaiming`.
     """
@@ -71,11 +71,11 @@ def add_adapters(denoiser: Denoiser, lora: Lora, *, seed: int) -> None:
         raise ValueError("the denoiser already has its adapters")
     names = match_targets(denoiser, lora.targets)
     denoiser.requires_grad_(False)
-    config = lora_config(lora, names)
+    config, wanted = lora_config(lora, names), (POLICY, OLD, EMA) if ema else (POLICY, OLD)
     # peft initialises from the global generator, and says at the second adapter that there is a first.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        for adapter in (POLICY, OLD):
+        for adapter in wanted:
             inject_adapter_in_model(config, denoiser, adapter_name=adapter)
     layers = lora_layers(denoiser)
     if sorted(layers) != sorted(names):
@@ -83,13 +83,16 @@ def add_adapters(denoiser: Denoiser, lora: Lora, *, seed: int) -> None:
     for name, layer in layers.items():
         for side in (layer.lora_A, layer.lora_B):
             side.float()
+            if any(p.is_meta for p in side.parameters()):  # as the base is that they adapt, which is yet to be read
+                side.to_empty(device="cpu")
         _draw(layer.lora_A[POLICY].weight, name, lora, seed)
         nn.init.zeros_(layer.lora_B[POLICY].weight)
         layer._active_adapter = [POLICY]
-        for adapter in (POLICY, OLD):
+        for adapter in wanted:
             layer.lora_A[adapter].requires_grad_(adapter == POLICY)
             layer.lora_B[adapter].requires_grad_(adapter == POLICY)
-    refresh_old(denoiser, 0.0)
+    for adapter in wanted[1:]:
+        follow(denoiser, adapter, 0.0)
 
 
 @torch.no_grad()
@@ -109,7 +112,14 @@ def lora_layers(denoiser: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in denoiser.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _parameters(denoiser: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+def adapter_names(denoiser: nn.Module) -> list[str]:
+    """The adapters that there are, `policy` first."""
+    layer = next(iter(lora_layers(denoiser).values()), None)
+    return [] if layer is None else [name for name in (POLICY, OLD, EMA) if name in layer.lora_A]
+
+
+def parameters(denoiser: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """One adapter, sorted by name, e.g. `layers.0.self_attn.add_q_proj.lora_A` [rank, in]."""
     found = {}
     for name, layer in lora_layers(denoiser).items():
         found[f"{name}.lora_A"] = layer.lora_A[adapter].weight
@@ -118,13 +128,13 @@ def _parameters(denoiser: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
 
 
 def policy_parameters(denoiser: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained adapter, sorted by name, e.g. `layers.0.self_attn.add_q_proj.lora_A` [rank, in]."""
-    return _parameters(denoiser, POLICY)
+    """The trained adapter."""
+    return parameters(denoiser, POLICY)
 
 
 def old_parameters(denoiser: nn.Module) -> dict[str, nn.Parameter]:
     """The moving old adapter under the same keys as `policy_parameters`."""
-    return _parameters(denoiser, OLD)
+    return parameters(denoiser, OLD)
 
 
 @contextmanager
@@ -147,14 +157,19 @@ def weights(denoiser: nn.Module, which: Weights) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, disabled
 
 
-@torch.no_grad()
 def refresh_old(denoiser: nn.Module, eta: float) -> None:
-    """old = eta * old + (1 - eta) * policy for every tensor; `eta` in [0, 1), and 0 is a bitwise copy."""
-    if not 0.0 <= eta < 1.0:
-        raise ValueError(f"the kept share must be in [0, 1), got {eta}")
+    """Let `old` follow the policy."""
+    follow(denoiser, OLD, eta)
+
+
+@torch.no_grad()
+def follow(denoiser: nn.Module, adapter: str, kept: float) -> None:
+    """adapter = kept * adapter + (1 - kept) * policy for every tensor; `kept` in [0, 1), and 0 is a bitwise copy."""
+    if not 0.0 <= kept < 1.0:
+        raise ValueError(f"the kept share must be in [0, 1), got {kept}")
     policy = policy_parameters(denoiser)
-    for name, old in old_parameters(denoiser).items():
-        if eta == 0.0:
-            old.copy_(policy[name])
+    for name, value in parameters(denoiser, adapter).items():
+        if kept == 0.0:
+            value.copy_(policy[name])
         else:
-            old.mul_(eta).add_(policy[name], alpha=1.0 - eta)
+            value.mul_(kept).add_(policy[name], alpha=1.0 - kept)

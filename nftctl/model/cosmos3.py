@@ -6,7 +6,6 @@ its latents are RGB, with pixels as latents. Refuses folders that lack a part, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
 
-from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused
+from nftctl.model.basefolder import check_channels, check_media, part_folder, read_json, transformer_config
 from nftctl.model.cosmos3_denoiser import Cosmos3Denoiser
 from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, UnderstandingTower
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
-from nftctl.model.decoder import PixelDecoder, WanDecoder, load_wan
+from nftctl.model.decoder import PixelDecoder, WanDecoder, pixel_decoder
 from nftctl.model.family import Family, LoadReport
-from nftctl.model.weights import Destination, load_strictly
+from nftctl.model.weights import Destination, StoredWeights, load_strictly, stored_dtype
 from nftctl.profile.schema import Model
 
 # Heads for text, sound and action: no image passes through them.
@@ -40,26 +39,26 @@ def load(
     *,
     skip_keys: Sequence[str] = (),
     seed: int = 0,
-    denoiser_device: torch.device | None = None,
+    unread: bool = False,
 ) -> Family:
-    """Load a base folder in diffusers layout. `denoiser_device` lets a caller shard before anything is on `device`."""
+    """Load a base folder in diffusers layout. `unread` leaves the denoiser's parameters for `Family.stored` to fill."""
     stock = empty_transformer(base / "transformer")
     config: Any = stock.config
     decoder: PixelDecoder | WanDecoder
     if is_pixel_base(base, config):
-        decoder, scale = PixelDecoder(), 1
+        decoder, scale = pixel_decoder(model), 1
     else:
-        decoder = load_wan(_part(base, model.vae, "vae", ("vae",)), getattr(torch, model.decode_dtype), device)
+        decoder = WanDecoder.load(part_folder(base, model.vae, "vae", ("vae",)), model, device)
         scale = decoder.scale
-        _check_channels(decoder, config, base)
-    _check_media(model, scale)
-    tokenizer = load_tokenizer(_part(base, model.tokenizer, "tokenizer", ("tokenizer", "text_tokenizer")))
+        check_channels(decoder, int(config.latent_channel), base)
+    check_media(model, scale, "the VAE's pixels per latent")
+    tokenizer = load_tokenizer(part_folder(base, model.tokenizer, "tokenizer", ("tokenizer", "text_tokenizer")))
     tower, denoiser, report = load_towers(
         base / "transformer",
         stock,
         getattr(torch, model.dtype),
         device,
-        denoiser_device or device,
+        unread=stored_dtype(model) if unread else None,
         skip_keys=skip_keys,
         seed=seed,
     )
@@ -79,6 +78,7 @@ def load(
         clamp_x0=isinstance(decoder, PixelDecoder),
         lora_prefix="transformer",
         report=report,
+        stored=StoredWeights(base / "transformer", tuple(skip_keys), seed) if unread else None,
     )
 
 
@@ -87,34 +87,34 @@ def load_towers(
     stock: Cosmos3OmniTransformer,
     dtype: torch.dtype,
     device: torch.device,
-    denoiser_device: torch.device,
     *,
+    unread: torch.dtype | None = None,
     skip_keys: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[UnderstandingTower, Cosmos3Denoiser, LoadReport]:
-    """Fill both towers of a meta transformer from its folder; frozen, evaluation mode."""
+    """Fill both towers of a meta transformer from its folder; frozen, evaluation mode.
+
+    `unread` leaves the denoiser on the meta device, its parameters of that precision.
+    """
     tower, denoiser = split(stock)
+    generation = Destination(denoiser, unread or dtype, device, KEPT_IN_FP32, unread is not None)
     report = load_strictly(
         folder,
         stock,
-        [Destination(tower, dtype, device), Destination(denoiser, dtype, denoiser_device, KEPT_IN_FP32)],
+        [Destination(tower, dtype, device), generation],
         optional=UNUSED,
         skip_keys=skip_keys,
         seed=seed,
     )
     # Buffers are not parameters: the rotary frequencies are computed, not loaded.
     tower.rotary_emb.to(device)
-    denoiser.rotary_emb.to(denoiser_device)
+    denoiser.rotary_emb.to(device)
     return tower, denoiser, report
 
 
 def empty_transformer(folder: Path) -> Cosmos3OmniTransformer:
     """Build the transformer of `folder/config.json` without memory for its parameters."""
-    config = _read_json(folder / "config.json")
-    if config.get("_class_name") != Cosmos3OmniTransformer.__name__:
-        raise CheckpointUnusable(
-            f"{folder} holds a {config.get('_class_name')}, family cosmos3 needs a {Cosmos3OmniTransformer.__name__}"
-        )
+    config = transformer_config(folder, Cosmos3OmniTransformer, "cosmos3")
     with torch.device("meta"):
         stock: Cosmos3OmniTransformer = Cosmos3OmniTransformer.from_config(config)
     made: Any = stock.config
@@ -124,52 +124,5 @@ def empty_transformer(folder: Path) -> Cosmos3OmniTransformer:
 
 def is_pixel_base(base: Path, config: Any) -> bool:
     """True when model_index.json lists the VAE as absent, `"vae": [null, null]`, and latents have three channels."""
-    index = _read_json(base / "model_index.json")
+    index = read_json(base / "model_index.json")
     return index.get("vae") == [None, None] and int(config.latent_channel) == 3
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointUnusable(f"{file} cannot be read, so {file.parent} is no diffusers folder") from error
-    except ValueError as error:
-        raise CheckpointUnusable(f"{file} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointUnusable(f"{file} is not a JSON object")
-    return document
-
-
-def _part(base: Path, given: str, part: str, names: Sequence[str]) -> Path:
-    """Folder of the VAE or tokenizer: the profile's, else the base's own."""
-    candidates = [Path(given).expanduser()] if given else [base / name for name in names]
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    raise ProfileRefused(
-        [
-            Finding(
-                f"{part}-missing",
-                f"model.{part}",
-                f"there is no folder {candidates[0]}",
-                help=f'set model.{part} = "path/to/{part}"',
-            )
-        ]
-    )
-
-
-def _check_channels(decoder: WanDecoder, config: Any, base: Path) -> None:
-    if decoder.channels != int(config.latent_channel):
-        raise CheckpointUnusable(
-            f"the VAE has {decoder.channels} latent channels, the transformer in {base} {config.latent_channel}"
-        )
-
-
-def _check_media(model: Model, scale: int) -> None:
-    findings = [
-        Finding("media-shape", f"model.{key}", f"must be a multiple of {scale}, the VAE's pixels per latent, got {n}")
-        for key, n in (("height", model.height), ("width", model.width))
-        if n % scale
-    ]
-    if findings:
-        raise ProfileRefused(findings)

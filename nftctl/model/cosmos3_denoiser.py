@@ -85,6 +85,8 @@ class GenerationLayer(nn.Module):
 class Cosmos3Denoiser(Denoiser):
     """The generation tower. Differentiable in its parameters and in the cache; shares them with `stock`."""
 
+    fp32_modules = ("time_embedder",)
+
     def __init__(self, stock: Cosmos3OmniTransformer) -> None:
         super().__init__()
         config: Any = stock.config

@@ -7,7 +7,6 @@ function of the prompt alone. Built from diffusers' own modules. Refuses token i
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,9 +18,7 @@ from torch import Tensor, nn
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
-
-# Nano leaves 19 MB a prompt of 128 tokens: 4 GiB remember about two hundred of them.
-CACHE_BYTES = 4 << 30
+from nftctl.model.remembered import CACHE_BYTES, Remembered
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,10 +181,12 @@ class Cosmos3PromptEncoder:
     ) -> None:
         self.tower = tower.requires_grad_(False)
         self.tokenize = tokenize
-        self.cache_bytes = cache_bytes
-        self.encoded = 0
-        self._cache: OrderedDict[tuple[str, bool], PromptCache] = OrderedDict()
-        self._held = 0
+        self._remembered: Remembered[tuple[str, bool], PromptCache] = Remembered(cache_bytes)
+
+    @property
+    def encoded(self) -> int:
+        """Prompts really run through the tower so far."""
+        return self._remembered.made
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
@@ -196,14 +195,4 @@ class Cosmos3PromptEncoder:
         return [unique[prompt] for prompt in prompts]
 
     def _one(self, prompt: str, negative: bool) -> PromptCache:
-        key = (prompt, negative)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        cache = self.tower.run([self.tokenize(prompt, negative)])
-        self.encoded += 1
-        self._cache[key] = cache
-        self._held += cache.nbytes
-        while self._held > self.cache_bytes and len(self._cache) > 1:
-            self._held -= self._cache.popitem(last=False)[1].nbytes
-        return cache
+        return self._remembered.get((prompt, negative), lambda: self.tower.run([self.tokenize(prompt, negative)]))

@@ -1,19 +1,22 @@
-"""Latents -> uint8 pixels: the identity decoder of pixel-space bases, and diffusers' Wan VAE.
+"""Latents -> uint8 pixels: the identity decoder of pixel-space bases, and diffusers' Wan and KL VAEs.
 
 Owns the one place where floats become bytes: clamp to [-1, 1], scale, round to nearest. Refuses numbers that are not
-finite on either side of the decoder, since a cast would turn them into a black image.
+finite on either side of the decoder, since a cast would turn them into a black image, and slicing or tiling asked of a
+decoder that has none.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
-from nftctl.errors import CheckpointUnusable, TrainingFailed
+from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused, TrainingFailed
+from nftctl.profile.schema import Model
 
 
 def refuse_non_finite(x: Tensor, what: str) -> None:
@@ -41,11 +44,54 @@ class PixelDecoder:
         return to_bytes(x0)
 
 
-class WanDecoder:
-    """Frozen Wan VAE. Latents are normalised per channel: z = x0 * std + mean, as the Cosmos3 pipeline does."""
+class VaeDecoder(ABC):
+    """A frozen VAE of diffusers behind its own scaling of latents."""
+
+    vae_class: ClassVar[Any]
 
     def __init__(self, vae: Any) -> None:
         self.vae = vae.eval().requires_grad_(False)
+
+    @classmethod
+    def load(cls, folder: Path, model: Model, device: torch.device) -> Self:
+        """Load the VAE from a local folder, with the precision, slicing and tiling that the profile asks for."""
+        decoder = cls(load_vae(cls.vae_class, folder, getattr(torch, model.decode_dtype), device))
+        _refuse_missing_modes(model, decoder.vae)
+        if model.decode_slicing:
+            decoder.vae.enable_slicing()
+        if model.decode_tiling:
+            decoder.vae.enable_tiling()
+        return decoder
+
+    @property
+    @abstractmethod
+    def channels(self) -> int:
+        """Latent channels."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> int:
+        """Pixels per latent, along height and width."""
+
+    @abstractmethod
+    def pixels(self, x0: Tensor) -> Tensor:
+        """Latents [B, C, T, h, w] in the VAE's precision -> [B, 3, T, H, W], about in [-1, 1]."""
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        refuse_non_finite(x0, "the final latent")
+        pixels = self.pixels(x0.to(self.vae.device, self.vae.dtype))
+        refuse_non_finite(pixels, "the decoded image")
+        return to_bytes(pixels)
+
+
+class WanDecoder(VaeDecoder):
+    """Wan VAE. Latents are normalised per channel: z = x0 * std + mean, as the Cosmos3 pipeline does."""
+
+    vae_class = AutoencoderKLWan
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__(vae)
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(vae.config.latents_mean, dtype=vae.dtype, device=vae.device).view(shape)
         self.inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=vae.dtype, device=vae.device).view(shape)
@@ -56,28 +102,60 @@ class WanDecoder:
 
     @property
     def scale(self) -> int:
-        """Pixels per latent, along height and width."""
         return int(self.vae.config.scale_factor_spatial)
 
-    @torch.no_grad()
-    def decode(self, x0: Tensor) -> Tensor:
-        refuse_non_finite(x0, "the final latent")
-        z = x0.to(self.vae.device, self.vae.dtype) / self.inverse_std + self.mean
-        pixels = self.vae.decode(z).sample
-        refuse_non_finite(pixels, "the decoded image")
-        return to_bytes(pixels)
+    def pixels(self, x0: Tensor) -> Tensor:
+        pixels: Tensor = self.vae.decode(x0 / self.inverse_std + self.mean).sample
+        return pixels
 
 
-def load_wan(folder: Path, dtype: torch.dtype, device: torch.device) -> WanDecoder:
-    """Load `AutoencoderKLWan` from a local folder; raises CheckpointUnusable when it is incomplete or another class."""
-    wan: Any = AutoencoderKLWan
+class KlDecoder(VaeDecoder):
+    """VAE of the Stable Diffusion line, for single images: z = x0 / scaling_factor + shift_factor."""
+
+    vae_class = AutoencoderKL
+
+    @property
+    def channels(self) -> int:
+        return int(self.vae.config.latent_channels)
+
+    @property
+    def scale(self) -> int:
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    def pixels(self, x0: Tensor) -> Tensor:
+        config = self.vae.config
+        z = x0.squeeze(2) / config.scaling_factor + (config.shift_factor or 0.0)
+        pixels: Tensor = self.vae.decode(z).sample
+        return pixels.unsqueeze(2)
+
+
+def load_vae(vae_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a VAE of this class from a local folder; CheckpointUnusable when it is incomplete or another class."""
+    name = vae_class.__name__
     try:
-        vae, info = wan.from_pretrained(
+        vae, info = vae_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointUnusable(f"no Wan VAE can be read from {folder}: {error}") from error
+        raise CheckpointUnusable(f"no {name} can be read from {folder}: {error}") from error
     names = [*info["missing_keys"], *info["unexpected_keys"], *(str(m[0]) for m in info["mismatched_keys"])]
     if names:
         raise CheckpointUnusable(f"the VAE in {folder} does not match its config: {', '.join(sorted(names))}")
-    return WanDecoder(vae.to(device))
+    return vae.to(device)
+
+
+def pixel_decoder(model: Model) -> PixelDecoder:
+    """The decoder of a base whose latents are pixels."""
+    _refuse_missing_modes(model, None)
+    return PixelDecoder()
+
+
+def _refuse_missing_modes(model: Model, vae: Any) -> None:
+    what = "latents that are pixels" if vae is None else f"a {type(vae).__name__}"
+    findings = [
+        Finding("decode-mode", f"model.decode_{mode}", f"{what} cannot be decoded by {mode}", help="remove the key")
+        for mode, asked in (("slicing", model.decode_slicing), ("tiling", model.decode_tiling))
+        if asked and not hasattr(vae, f"use_{mode}")
+    ]
+    if findings:
+        raise ProfileRefused(findings)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from nftctl.model.copies import Copies
     from nftctl.model.shard import Sharding
+    from nftctl.model.weights import StoredWeights
 
 
 class Conditioning(ABC):
@@ -35,8 +37,10 @@ class Conditioning(ABC):
 class PromptEncoder(Protocol):
     """Frozen map from prompts to conditioning; every unique prompt is encoded once and then remembered."""
 
-    encoded: int
-    """Prompts really encoded so far; a remembered prompt does not count."""
+    @property
+    def encoded(self) -> int:
+        """Prompts really encoded so far; a remembered prompt does not count."""
+        ...
 
     def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
         """Return one single-row conditioning per prompt. `negative` marks prompts of the unconditional branch."""
@@ -53,8 +57,12 @@ class Denoiser(nn.Module, ABC):
     """Rows denoised so far, all weights and grad modes together."""
     encoder_modules: frozenset[str] = frozenset()
     """Linear modules of the same checkpoint that live in the prompt encoder, by their diffusers names."""
+    fp32_modules: tuple[str, ...] = ()
+    """Sharding units that compute in float32 whatever the precision of the rest is."""
     sharding: Sharding | None = None
     """Set by `shard.shard_denoiser`; None while the weights are whole."""
+    copies: Copies | None = None
+    """Set where all weights are trained; None: the copies are the adapters (see `copies.copies_of`)."""
 
     @abstractmethod
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -97,6 +105,8 @@ class Family:
     lora_prefix: str
     """Component name before each module name in an exported adapter."""
     report: LoadReport = field(default_factory=lambda: LoadReport(0, 0))
+    stored: StoredWeights | None = None
+    """Where the denoiser's parameters are to be read from, when they were left on the meta device."""
 
     def batch(self, conds: Sequence[Conditioning]) -> Conditioning:
         """Join single- or many-row conditionings into one batch, in order."""

@@ -5,17 +5,18 @@ Owns the table and the way from `rl.init_from` to a folder. Refuses family names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 
 from nftctl.errors import CheckpointUnusable, UsageRefused
-from nftctl.model import cosmos3
 from nftctl.model.family import Family
 from nftctl.profile.prompts import base_folder
 from nftctl.profile.schema import Model
 
-FAMILIES: dict[str, Callable[..., Family]] = {"cosmos3": cosmos3.load}
+FAMILIES = {"cosmos3": "nftctl.model.cosmos3", "sd3": "nftctl.model.sd3"}
+"""Family -> the module whose `load` makes it; imported when asked for, since each brings much of diffusers along."""
 
 
 def load_family(
@@ -25,16 +26,19 @@ def load_family(
     device: torch.device,
     skip_keys: Sequence[str] = (),
     seed: int = 0,
-    denoiser_device: torch.device | None = None,
+    unread: bool = False,
 ) -> Family:
     """Load the base named by `rl.init_from` ("embedded" or a local diffusers folder) as `family`.
 
-    Everything is frozen. `denoiser_device` (default: `device`) is where the denoiser's weights are left: CPU before
-    sharding over GPUs, so that no GPU ever holds the whole. Raises CheckpointUnusable, ProfileRefused, UsageRefused.
+    Everything is frozen. `unread` checks the denoiser's weights and reads none: `Family.stored` fills them once they
+    are sharded, so that nobody ever holds the whole. Raises CheckpointUnusable, ProfileRefused, UsageRefused.
     """
     if family not in FAMILIES:
         raise UsageRefused(f"no model family {family!r}", hint=f"families: {', '.join(sorted(FAMILIES))}")
     base = base_folder(init_from)
     if not base.is_dir():
         raise CheckpointUnusable(f"the base {init_from!r} is not a folder", hint="set rl.init_from to a local folder")
-    return FAMILIES[family](base, model, device, skip_keys=skip_keys, seed=seed, denoiser_device=denoiser_device)
+    loaded: Family = import_module(FAMILIES[family]).load(
+        base, model, device, skip_keys=skip_keys, seed=seed, unread=unread
+    )
+    return loaded

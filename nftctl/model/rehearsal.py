@@ -75,12 +75,14 @@ def _write_cosmos3(shape: Shape, folder: Path, seed: int, dtype: torch.dtype) ->
     from diffusers import AutoencoderKLWan, Cosmos3OmniTransformer, UniPCMultistepScheduler
 
     with torch.device("meta"):
-        transformer = Cosmos3OmniTransformer(**shape.transformer)
-        vae = AutoencoderKLWan(**shape.vae)
-    for name, module in (("transformer", transformer), ("vae", vae)):
+        modules: dict[str, Any] = {
+            "transformer": Cosmos3OmniTransformer(**shape.transformer),
+            "vae": AutoencoderKLWan(**shape.vae),
+        }
+    for name, module in modules.items():
         module.save_config(folder / name)
         write_random(module, folder / name, seed=seed, dtype=dtype, keep_fp32=("time_embedder.",))
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    scheduler: Any = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
     scheduler.save_pretrained(folder / "scheduler")
     byte_tokenizer().save_pretrained(folder / "text_tokenizer")
     parts = {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nftctl.model.family import Denoiser
@@ -56,22 +56,31 @@ class Sharding:
     all_gather: CountedAllGather
 
 
-def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str) -> None:
+def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> None:
     """Shard the base over `mesh` in place, unit by unit, moving each unit to the mesh's device as it is cut.
 
     `policy` is `auto`, `gather-once` or `reshard`. Adapters have to be there already; they stay whole on every rank.
+    `compute` is the precision that weights are gathered in where it is not that of the shards; their gradients come
+    back in float32, the mean over the ranks.
     """
     if denoiser.sharding is not None:
         raise ValueError("the denoiser is sharded already")
-    chosen = choose_policy(denoiser, mesh, policy)
+    chosen = choose_policy(denoiser, mesh, policy, compute)
     adapters = {p for name, p in denoiser.named_parameters() if "lora_" in name}
     device = _device(mesh)
     for parameter in adapters:
         # FSDP neither shards nor moves what it ignores.
         parameter.data = parameter.data.to(device)
     all_gather = CountedAllGather()
+    exempt = {denoiser.get_submodule(name) for name in denoiser.fp32_modules}
     units = [
-        fully_shard(unit, mesh=mesh, reshard_after_forward=chosen == "reshard", ignored_params=adapters)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=chosen == "reshard",
+            ignored_params=adapters,
+            mp_policy=_precision(None if unit in exempt else compute),
+        )
         for unit in (*denoiser.shard_units(), denoiser)
     ]
     for unit in units:
@@ -81,7 +90,12 @@ def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str) -> None:
     _refuse_whole_parameters(denoiser, adapters)
 
 
-def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str) -> Policy:
+def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
+    # The denoiser casts its own inputs: sigma stays float32.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> Policy:
     """Resolve `auto`: `gather-once` where the gathered base fits on the fullest GPU of the mesh. Collective on GPUs."""
     if policy in ("gather-once", "reshard"):
         return cast(Policy, policy)
@@ -92,7 +106,7 @@ def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str) -> Policy:
     here = sum(p.nbytes for p in denoiser.parameters() if p.is_cuda)
     free = torch.tensor(float(torch.cuda.mem_get_info()[0] + here), device=_device(mesh))
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.get_group())
-    whole = sum(p.nbytes for p in denoiser.parameters())
+    whole = sum(p.numel() * (compute or p.dtype).itemsize for p in denoiser.parameters())
     return "gather-once" if whole <= GATHERED_SHARE * float(free) else "reshard"
 
 

@@ -1,7 +1,8 @@
 """Strict loading of a diffusers component's safetensors into modules made on the meta device.
 
 Every tensor is accounted for by name before the first byte is read: missing, unexpected and wrongly shaped ones are
-all listed in one refusal. Nothing but safetensors is opened. Owns `rl.init_keys_to_skip_loading`.
+all listed in one refusal. Persistent buffers are tensors of the checkpoint as well. Nothing but safetensors is opened.
+Owns `rl.init_keys_to_skip_loading`.
 """
 
 from __future__ import annotations
@@ -16,23 +17,41 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused
 from nftctl.model.family import LoadReport
+from nftctl.profile.schema import Model
 from nftctl.tensorfile import weight_files
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A meta module, and where its parameters go. `fp32` are name prefixes that keep float32 whatever `dtype` is."""
+    """A meta module, and where its parameters go. `fp32` are name prefixes that keep float32 whatever `dtype` is.
+
+    Persistent buffers are tables: they stay on the CPU, as the file has them, for the family to take what it needs.
+    `unread` parameters are checked and stay on the meta device, for `StoredWeights` to fill once they are sharded.
+    """
 
     module: nn.Module
     dtype: torch.dtype
     device: torch.device
     fp32: tuple[str, ...] = ()
+    unread: bool = False
 
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if name.startswith(self.fp32) else self.dtype
+
+    def tables(self) -> list[str]:
+        """Names of the persistent buffers."""
+        parameters = {name for name, _ in self.module.named_parameters()}
+        return [name for name in self.module.state_dict() if name not in parameters]
+
+
+def stored_dtype(model: Model) -> torch.dtype:
+    """Precision of the denoiser's own parameters: an optimizer that moves them needs float32."""
+    dtype: torch.dtype = torch.float32 if model.train == "full" else getattr(torch, model.dtype)
+    return dtype
 
 
 class Tensors:
@@ -54,11 +73,13 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.handles[name].get_slice(name).get_shape())
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor: Tensor = self.handles[name].get_tensor(name)
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, as the file has it, on the CPU."""
+        handle = self.handles[name]
+        tensor: Tensor = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
         if not tensor.is_floating_point():
             raise CheckpointUnusable(f"{self.folder}: {name} is {tensor.dtype}, not a floating-point tensor")
-        return tensor.to(device=device, dtype=dtype)
+        return tensor
 
 
 def load_strictly(
@@ -78,7 +99,7 @@ def load_strictly(
     expected = {name: tuple(t.shape) for name, t in stock.state_dict(keep_vars=True).items()}
     skipped = {name for name in expected if any(key in name for key in skip_keys)}
     _refuse_idle_keys(skip_keys, expected)
-    used = {name for d in destinations for name, _ in d.module.named_parameters()}
+    used = {name for d in destinations for name in d.module.state_dict()}
     with ExitStack() as stack:
         tensors = Tensors(folder, stack)
         _refuse_differences(tensors, expected, skipped, optional)
@@ -121,25 +142,77 @@ def _refuse_differences(
 
 def _fill(destination: Destination, tensors: Tensors, skipped: set[str], seed: int) -> None:
     values: dict[str, Tensor] = {}
-    for name, _ in destination.module.named_parameters():
+    for name, parameter in destination.module.named_parameters():
         dtype = destination.dtype_of(name)
-        if name in skipped:
+        if destination.unread:
+            values[name] = torch.empty_like(parameter, dtype=dtype, device="meta")
+        elif name in skipped:
             values[name] = seeded_start(destination.module, name, seed).to(destination.device, dtype)
         else:
-            values[name] = tensors.read(name, dtype, destination.device)
+            values[name] = tensors.read(name).to(device=destination.device, dtype=dtype)
+    for name in destination.tables():
+        owner, leaf = _owner(destination.module, name)
+        values[name] = owner.computed(leaf) if name in skipped else tensors.read(name)
     destination.module.load_state_dict(values, assign=True)
     destination.module.requires_grad_(False).eval()
 
 
-def seeded_start(module: nn.Module, name: str, seed: int) -> Tensor:
-    """The value that parameter `name` has in a freshly built layer, drawn from (seed, name) alone, float32 on CPU."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
+@dataclass(frozen=True)
+class StoredWeights:
+    """The parameters of a module that `load_strictly` checked and left unread, and how to read them."""
+
+    folder: Path
+    skip_keys: tuple[str, ...]
+    seed: int
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, device: torch.device) -> None:
+        """Make every parameter that is on the meta device real on `device`, with its value from the files.
+
+        Of a parameter that is sharded by rows, this rank's rows alone are read, so nobody ever holds the whole module.
+        """
+        unread = {name: p for name, p in module.named_parameters() if p.device.type == "meta"}
+        # What shards the module hooks into this, and so keeps its own buffers in step; `to_empty` would void buffers.
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+        with ExitStack() as stack:
+            tensors = Tensors(self.folder, stack)
+            for name, parameter in module.named_parameters():
+                if name in unread:
+                    self._read(module, name, parameter, tensors)
+
+    def _read(self, module: nn.Module, name: str, parameter: nn.Parameter, tensors: Tensors) -> None:
+        # An adapted layer keeps the weight that it adapts one level down.
+        stored = name.replace(".base_layer.", ".")
+        local, rows = _held_here(parameter)
+        if any(key in stored for key in self.skip_keys):
+            local.copy_(seeded_start(module, name, self.seed, stored)[rows])
+        elif local.numel():
+            local.copy_(tensors.read(stored, rows if parameter.dim() else None))
+
+
+def _held_here(parameter: nn.Parameter) -> tuple[Tensor, slice]:
+    """The part of a parameter that this process holds, and which rows of the whole it is."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, slice(None)
+    placements, mesh = parameter.placements, parameter.device_mesh
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise ValueError(f"only rows over one dimension of ranks can be read, got {placements}")
+    rows = -(-parameter.shape[0] // mesh.size())  # as torch.chunk cuts them: the last ranks may hold fewer, or none
+    start = min(rows * mesh.get_local_rank(), parameter.shape[0])
+    return parameter.to_local(), slice(start, min(start + rows, parameter.shape[0]))
+
+
+def seeded_start(module: nn.Module, name: str, seed: int, stored: str = "") -> Tensor:
+    """The value that parameter `name` has in a freshly built layer, drawn from (seed, name) alone, float32 on CPU.
+
+    `stored` is the name that it is drawn by, where an adapter has changed its place in the module.
+    """
+    owner, leaf = _owner(module, name)
     shape = getattr(owner, leaf).shape
-    if not isinstance(owner, nn.Linear | nn.Embedding):
-        # Norms are the only other parameters of the towers, and they start at one.
+    if not isinstance(owner, nn.Linear | nn.Embedding | nn.Conv2d):
+        # Norms are the only other parameters of any family, and they start at one.
         return torch.ones(shape)
-    digest = hashlib.sha256(f"init\0{seed}\0{name}".encode()).digest()
+    digest = hashlib.sha256(f"init\0{seed}\0{stored or name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         fresh = _fresh(owner)
@@ -147,7 +220,16 @@ def seeded_start(module: nn.Module, name: str, seed: int) -> Tensor:
     return value
 
 
-def _fresh(owner: nn.Linear | nn.Embedding) -> nn.Module:
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    """The submodule that holds the tensor `name`, and what it calls it there."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def _fresh(owner: nn.Linear | nn.Embedding | nn.Conv2d) -> nn.Module:
     if isinstance(owner, nn.Embedding):
         return nn.Embedding(owner.num_embeddings, owner.embedding_dim)
+    if isinstance(owner, nn.Conv2d):
+        size, stride = (owner.kernel_size[0], owner.kernel_size[1]), (owner.stride[0], owner.stride[1])
+        return nn.Conv2d(owner.in_channels, owner.out_channels, size, stride=stride, bias=owner.bias is not None)
     return nn.Linear(owner.in_features, owner.out_features, bias=owner.bias is not None)

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nftctl.errors import CheckpointUnusable
-from nftctl.tensorfile import safetensors_header, weight_files
+from nftctl.profile.hub import HubId
+from nftctl.tensorfile import STEM, safetensors_header, weight_files
 
 PACKAGE = Path(__file__).parent.parent
 EMBEDDED = "embedded"
 EMBEDDED_BASE = PACKAGE / "model" / "tiny" / "base"
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+@[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,16 @@ class Base:
 
     def latents_are_pixels(self) -> bool:
         """Whether model_index.json lists the VAE as absent."""
-        return read_object(self.folder / "model_index.json").get("vae") == [None, None]
+        return self.lists_as_absent("vae")
+
+    def used_text_parts(self, parts: Sequence[tuple[str, str]], *, t5: bool) -> list[tuple[str, str]]:
+        """Of (text encoder, tokenizer) folders those that a run uses: T5 may be absent, or switched off."""
+        without = not t5 or self.lists_as_absent("text_encoder_3")
+        return [pair for pair in parts if not (without and pair[0] == "text_encoder_3")]
+
+    def lists_as_absent(self, part: str) -> bool:
+        """Whether model_index.json says `[null, null]` of a part, which is diffusers' word for none."""
+        return read_object(self.folder / "model_index.json").get(part) == [None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +63,11 @@ class Weights:
     reason: str = ""
 
 
-def read_weights(component: Path) -> Weights:
+def read_weights(component: Path, stem: str = STEM) -> Weights:
     """The headers of a component in diffusers layout, in one file or split behind an index."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for file in weight_files(component):
+        for file in weight_files(component, stem):
             shapes |= {name: info.shape for name, info in safetensors_header(file).items()}
     except CheckpointUnusable as error:
         return Weights(reason=error.message)
@@ -71,11 +78,11 @@ def read_weights(component: Path) -> Weights:
 
 def inspect_base(value: str) -> Base:
     """Tell a diffusers folder from a distributed checkpoint, a hub id and nothing at all."""
-    folder = EMBEDDED_BASE if value == EMBEDDED else local(value)
+    folder = base_place(value)
     if not value:
         return Base("unset", folder)
+    hub = hub_id(value)
     if not exists(folder):
-        hub = value != EMBEDDED and _HUB_ID.fullmatch(value)
         return Base("hub", folder) if hub else Base("unreadable", folder, f"{folder} is not there")
     if not is_folder(folder):
         return Base("unreadable", folder, f"{folder} is not a folder")
@@ -84,12 +91,40 @@ def inspect_base(value: str) -> Base:
     if is_file(folder / ".metadata") or _has_shards(folder):
         return Base("dcp", folder)
     lacking = [n for n in ("model_index.json", "transformer/config.json") if not is_file(folder / n)]
-    return Base("unreadable", folder, f"{folder} has no {' and no '.join(lacking)}")
+    return Base("hub" if hub else "unreadable", folder, f"{folder} has no {' and no '.join(lacking)}")
+
+
+def hub_id(value: str) -> HubId | None:
+    """The hub id that `rl.init_from` is, unless there is a file or folder of that name."""
+    return HubId.parse(value) if value != EMBEDDED and not exists(local(value)) else None
+
+
+def base_place(value: str) -> Path:
+    """The folder that `rl.init_from` names: the packaged base, a local one, or a snapshot in the cache of downloads."""
+    if value == EMBEDDED:
+        return EMBEDDED_BASE
+    hub = hub_id(value)
+    return (hub.cached() if hub else None) or local(value)
+
+
+def pinned(value: str) -> str:
+    """`rl.init_from` with a hub id's branch or tag replaced by the commit that it stands for in the local cache."""
+    hub = hub_id(value)
+    return hub.pinned() if hub else value
 
 
 def is_vae(folder: Path) -> bool:
     """Whether a folder looks like a diffusers autoencoder."""
     return is_file(folder / "config.json")
+
+
+def pixels_per_latent(vae: Mapping[str, Any], family: str) -> int:
+    """Along a side, from a VAE's config.json; keys that it leaves out have diffusers' defaults."""
+    if family == "sd3":
+        blocks = vae.get("block_out_channels")
+        return 2 ** (len(blocks) - 1) if isinstance(blocks, list) and blocks else 1
+    scale = vae.get("scale_factor_spatial")
+    return scale if type(scale) is int and scale > 0 else 8
 
 
 def bundled_profiles() -> dict[str, Path]:

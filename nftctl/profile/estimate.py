@@ -1,45 +1,31 @@
 """What a run will need on each rank, part by part, worked out from safetensors headers and the profile, without torch.
 
-Owns the split of a Cosmos3 transformer into towers by tensor name, and the formula of every part; each part says how it
-was computed and whether it is exact. Counts tensors only: contexts, communication buffers and fragmentation come on
-top. Returns None rather than guess where a base does not say its own geometry.
+Owns the formula of every part but those that differ between families; each part says how it was computed and whether it
+is exact. Counts tensors only: contexts, communication buffers and fragmentation come on top. Returns None rather than
+guess where a base does not say its own geometry.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from nftctl.profile.adapter import Modules, Shapes, adapted, adapter_numbers, denoiser_modules
-from nftctl.profile.artifacts import Base, Weights, local, read_object, read_weights
+from nftctl.profile import estimate_cosmos3, estimate_sd3
+from nftctl.profile.adapter import Modules, adapted, adapter_numbers, denoiser_modules
+from nftctl.profile.anatomy import ITEM_BYTES, Anatomy, tensor_bytes
+from nftctl.profile.artifacts import Base, Weights, local, pixels_per_latent, read_object, read_weights
 from nftctl.profile.schema import Model, Profile
-from nftctl.profile.t2i import LoraScope
+from nftctl.profile.t2i import T2iProfile
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 PROMPT_CACHE_BYTES = 4 << 30
 """Most that a rank keeps of encoded prompts."""
 NOT_COUNTED = "CUDA context, NCCL buffers, allocator fragmentation, and the batches of evaluations and grids"
 
-_TEMPLATE_TOKENS = 64  # a system prompt and a resolution sentence, about
 _SOLVER_LATENTS = 6  # UniPC of order 2: state, two outputs, and what one step computes
 _DECODED_MAPS = 4  # of the widest full-size layer of a VAE that are alive at once, about
-
-_LAYER = re.compile(r"layers\.(\d+)\.")
-_IN_DENOISER = re.compile(r"(?:^|\.)(?:add_[qkv]_proj|to_add_out|norm_added_[qk]|\w+_moe_gen)(?:\.|$)")
-_DENOISER_ROOTS = ("proj_in.", "proj_out.", "time_embedder.")
-_FP32_ROOT = "time_embedder."
-_UNUSED_ROOTS = ("lm_head.", "norm.", "audio_", "action_")
-# The last prompt layer leaves keys and values only.
-_IN_LAST_PROMPT_LAYER = (
-    "input_layernorm.",
-    "self_attn.to_k.",
-    "self_attn.to_v.",
-    "self_attn.norm_k.",
-    "self_attn.k_norm_und_for_gen.",
-)
+_WAN_TILE = 256  # pixels a side
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,41 +60,23 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Widths of one generation layer and the size of its image. `tokens` are patches; sizes in numbers, not bytes."""
-
-    layers: int
-    hidden: int
-    queries: int
-    keys: int
-    inner: int
-    head: int
-    tokens: int
-    latent: int
-
-    @property
-    def heads(self) -> int:
-        """Query and key heads together."""
-        return (self.queries + self.keys) // self.head
-
-
-@dataclass(frozen=True, slots=True)
 class Decoder:
-    """The VAE from outside: numbers in its weights, pixels per latent, and its widest full-size layer.
+    """The VAE from outside: numbers in its weights, pixels per latent, its widest full-size layer, a tile's side.
 
-    For a base whose latents are pixels: `Decoder(0, 1, 0, 1)`.
+    For a base whose latents are pixels: `Decoder(0, 1, 0, 1, 1)`.
     """
 
     numbers: int
     scale: int
     channels: int
     patch: int
+    tile: int
 
 
-def read_decoder(base: Base, model: Model) -> Decoder:
+def read_decoder(base: Base, model: Model, family: str) -> Decoder:
     """The VAE that a run would load; keys that its config.json leaves out have diffusers' defaults."""
     if base.latents_are_pixels():
-        return Decoder(0, 1, 0, 1)
+        return Decoder(0, 1, 0, 1, 1)
     folder = local(model.vae) if model.vae else base.folder / "vae"
     config = read_object(folder / "config.json")
 
@@ -116,52 +84,36 @@ def read_decoder(base: Base, model: Model) -> Decoder:
         found = config.get(key)
         return found if type(found) is int and found > 0 else otherwise
 
-    numbers = sum(map(math.prod, read_weights(folder).shapes.values()))
+    numbers, scale = sum(map(math.prod, read_weights(folder).shapes.values())), pixels_per_latent(config, family)
+    if family == "sd3":
+        blocks = config.get("block_out_channels")
+        widths = [n for n in blocks if type(n) is int and n > 0] if isinstance(blocks, list) else []
+        # The block before the last leaves its own width at full size.
+        widest = widths[1] if len(widths) > 1 else (widths or [64])[0]
+        return Decoder(numbers, scale, widest, 1, count("sample_size", 32))
     channels = count("decoder_base_dim", count("base_dim", 96))
-    return Decoder(numbers, count("scale_factor_spatial", 8), channels, count("patch_size", 1))
+    return Decoder(numbers, scale, channels, count("patch_size", 1), _WAN_TILE)
 
 
-def geometry(shapes: Shapes, config: Mapping[str, Any], model: Model, scale: int) -> Geometry | None:
-    """Widths from the headers, patch and channels from transformer/config.json; None where they do not say."""
-    layer = "layers.0."
-    try:
-        queries, hidden = shapes[f"{layer}self_attn.add_q_proj.weight"]
-        keys, _ = shapes[f"{layer}self_attn.add_k_proj.weight"]
-        (head,) = shapes[f"{layer}self_attn.norm_added_q.weight"]
-        inner, _ = shapes[f"{layer}mlp_moe_gen.up_proj.weight"]
-        patch, channels = int(config["latent_patch_size"]), int(config["latent_channel"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    if not all((queries, hidden, keys, head, inner)) or patch < 1 or channels < 1:
-        return None
-    height, width = -(-model.height // scale), -(-model.width // scale)
-    return Geometry(
-        layers=1 + max(int(found[1]) for name in shapes if (found := _LAYER.match(name))),
-        hidden=hidden,
-        queries=queries,
-        keys=keys,
-        inner=inner,
-        head=head,
-        tokens=-(-height // patch) * -(-width // patch),
-        latent=channels * height * width,
-    )
-
-
-def estimate(profile: Profile, base: Base, weights: Weights, scope: LoraScope, prompts: Sequence[str]) -> Memory | None:
+def estimate(
+    profile: Profile, base: Base, weights: Weights, contract: T2iProfile, prompts: Sequence[str]
+) -> Memory | None:
     """Every part of one rank's memory. `prompts` are all texts that will be encoded; None without a known geometry."""
-    shapes, decoder = weights.shapes, read_decoder(base, profile.model)
-    size = geometry(shapes, base.transformer_config(), profile.model, decoder.scale)
+    decoder = read_decoder(base, profile.model, contract.family)
+    if contract.family == "sd3":
+        size = estimate_sd3.anatomy(profile, base, weights, decoder.scale, contract.text_parts)
+    else:
+        size = estimate_cosmos3.anatomy(profile, base, weights, decoder.scale, prompts)
     if size is None:
         return None
-    modules = adapted(profile.model.lora.targets, denoiser_modules(shapes, scope))
-    numbers = adapter_numbers(modules, profile.model.lora.rank)
+    modules = adapted(profile.model.lora.targets, denoiser_modules(weights.shapes, contract.lora))
     return Memory(
         (
-            *_base(profile, shapes),
-            _prompt_encoder(profile, shapes, size.layers),
+            *_base(profile, size),
+            Part("prompt encoder", size.encoder, "always", f"whole on each rank, {profile.model.dtype}"),
             _prompt_cache(profile, size, prompts),
-            *_adapter(numbers),
-            _activations(profile, size, modules, _longest(profile, prompts)),
+            *_adapter(adapter_numbers(modules, profile.model.lora.rank)),
+            _activations(profile, size, modules),
             _latents(profile, size),
             *_decode(profile, decoder),
         )
@@ -175,63 +127,32 @@ def _adapter(numbers: int) -> Iterator[Part]:
     yield Part("optimizer", 2 * 4 * numbers, "always", "two float32 moments of AdamW")
 
 
-def _base(profile: Profile, shapes: Shapes) -> Iterator[Part]:
+def _base(profile: Profile, size: Anatomy) -> Iterator[Part]:
     model, ranks = profile.model, profile.ranks
-    tower = {name: shape for name, shape in shapes.items() if in_denoiser(name)}
-    shard = sum(_bytes(name, (-(-shape[0] // ranks), *shape[1:]), model) for name, shape in tower.items() if shape)
+
+    def held(name: str, shape: tuple[int, ...]) -> int:
+        return tensor_bytes(name, shape, model.dtype, size.fp32)
+
+    shard = sum(held(name, (-(-shape[0] // ranks), *shape[1:])) for name, shape in size.denoiser.items() if shape)
     yield Part("base shard", shard, "always", f"the denoiser, each tensor cut over {ranks} ranks")
     if model.shard == "reshard":
         units: dict[str, int] = {}
-        for name, shape in tower.items():
-            unit = name[: found.end()] if (found := _LAYER.match(name)) else name.split(".")[0]
-            units[unit] = units.get(unit, 0) + _bytes(name, shape, model)
-        held = sum(sorted(units.values())[-2:])
-        yield Part("gathered base", held, "always", "the two largest units: one computes, the next is gathered", True)
+        for name, shape in size.denoiser.items():
+            units[size.unit(name)] = units.get(size.unit(name), 0) + held(name, shape)
+        two = sum(sorted(units.values())[-2:])
+        yield Part("gathered base", two, "always", "the two largest units: one computes, the next is gathered", True)
     else:
-        whole = sum(_bytes(name, shape, model) for name, shape in tower.items())
+        whole = sum(held(name, shape) for name, shape in size.denoiser.items())
         how = "the whole denoiser, kept through the step"
         how += "; where it takes over half of a GPU's free memory, auto gathers layer by layer instead"
         yield Part("gathered base", whole, "always", how if model.shard == "auto" else how.split(";")[0])
 
 
-def in_denoiser(name: str) -> bool:
-    """Whether a tensor of the transformer belongs to the tower that is sharded and trained."""
-    return name.startswith(_DENOISER_ROOTS) or _IN_DENOISER.search(name) is not None
-
-
-def in_prompt_encoder(name: str, layers: int) -> bool:
-    """Whether a tensor belongs to the tower that encodes prompts; what no image needs belongs to neither."""
-    if in_denoiser(name) or name.startswith(_UNUSED_ROOTS):
-        return False
-    found = _LAYER.match(name)
-    last = found is not None and int(found[1]) == layers - 1
-    return not last or name[found.end() if found else 0 :].startswith(_IN_LAST_PROMPT_LAYER)
-
-
-def _bytes(name: str, shape: tuple[int, ...], model: Model) -> int:
-    return math.prod(shape) * (4 if name.startswith(_FP32_ROOT) else ITEM_BYTES[model.dtype])
-
-
-def _prompt_encoder(profile: Profile, shapes: Shapes, layers: int) -> Part:
-    held = sum(_bytes(n, shape, profile.model) for n, shape in shapes.items() if in_prompt_encoder(n, layers))
-    return Part("prompt encoder", held, "always", f"whole on each rank, {profile.model.dtype}")
-
-
-def prompt_tokens(profile: Profile, text: str) -> int:
-    """About how many tokens a prompt has: three UTF-8 bytes each, and the family's own sentences."""
-    templates = profile.model.system_prompt or profile.model.resolution_template
-    return -(-len(text.encode("utf-8", "replace")) // 3) + (_TEMPLATE_TOKENS if templates else 2)
-
-
-def _longest(profile: Profile, prompts: Sequence[str]) -> int:
-    return max((prompt_tokens(profile, text) for text in prompts), default=0)
-
-
-def _prompt_cache(profile: Profile, size: Geometry, prompts: Sequence[str]) -> Part:
-    per_token = 2 * size.layers * size.keys * ITEM_BYTES[profile.model.dtype]
-    kept = per_token * sum(prompt_tokens(profile, text) for text in set(prompts))
-    batched = per_token * _longest(profile, prompts) * max(_rollout_rows(profile), _training_rows(profile))
-    how = f"keys and values of {len(set(prompts))} prompts, at most 4 GiB, and one padded batch; 3 bytes a token"
+def _prompt_cache(profile: Profile, size: Anatomy, prompts: Sequence[str]) -> Part:
+    kept = sum(map(size.prompt, set(prompts)))
+    longest = max(map(size.prompt, prompts), default=0)
+    batched = longest * max(_rollout_rows(profile), _training_rows(profile))
+    how = size.prompt_how.format(len(set(prompts)))
     return Part("prompt cache", min(kept, PROMPT_CACHE_BYTES) + batched, "always", how, True)
 
 
@@ -245,50 +166,14 @@ def _training_rows(profile: Profile) -> int:
     return min(profile.model.train_micro_batch or pairs, pairs)
 
 
-def saved_activations(size: Geometry, modules: Modules, rank: int, item: int, prompt: int) -> int:
-    """Bytes that autograd keeps of one sample: frozen layers of `item` bytes a number, adapters in float32.
-
-    `prompt` is the number of prompt tokens. Derived from the layers' own operations: a norm keeps its input (and a
-    float32 copy of a bfloat16 one), attention its queries, keys, values and output, the MLP three inner products, and
-    an adapter its input in float32 and its inner product.
-    """
-    norm = item + (4 if item == 2 else 0)
-    layer = size.tokens * (2 * size.hidden + size.queries + size.keys) * norm
-    layer += size.tokens * 2 * 4 + size.tokens * size.heads * 4  # scale of each norm
-    layer += size.tokens * size.queries * item + (size.tokens + prompt) * 2 * size.keys * item
-    layer += size.tokens * size.queries // size.head * 4  # log-sum-exp
-    layer += 3 * size.tokens * size.inner * item
-    total = size.layers * layer + 2 * size.tokens * size.head * item
-    return total + size.tokens * _adapter_inputs(size, modules, rank, item)
-
-
-def _adapter_inputs(size: Geometry, modules: Modules, rank: int, item: int) -> int:
-    """Bytes per token, over all layers, of what adapters keep, and of the attention's output, which one may share."""
-    kept = 4 * rank * len(modules)
-    outputs = sum(name.endswith(".to_add_out") for name in modules)
-    if item == 2:  # each adapter casts for itself
-        return kept + sum(4 * into for _, into in modules.values()) + size.layers * size.queries * item
-    # In float32 nothing is cast, so modules that read the same tensor share it.
-    read = {(name.rpartition(".")[0], _source(name)): into for name, (_, into) in modules.items()}
-    return kept + sum(4 * into for into in read.values()) + (size.layers - outputs) * size.queries * item
-
-
-def _source(name: str) -> str:
-    leaf = name.rpartition(".")[2]
-    return "input" if leaf in ("add_q_proj", "add_k_proj", "add_v_proj", "gate_proj", "up_proj") else leaf
-
-
-def _activations(profile: Profile, size: Geometry, modules: Modules, prompt: int) -> Part:
-    item = ITEM_BYTES[profile.model.dtype]
-    saved = saved_activations(size, modules, profile.model.lora.rank, item, prompt)
-    working = size.tokens * (4 * size.hidden + 2 * size.queries + 2 * size.keys + 3 * size.inner) * item
-    training = _training_rows(profile) * (saved + working)
-    held = max(training, _rollout_rows(profile) * working)
+def _activations(profile: Profile, size: Anatomy, modules: Modules) -> Part:
+    training = _training_rows(profile) * (size.saved(modules) + size.working)
+    held = max(training, _rollout_rows(profile) * size.working)
     how = f"{_training_rows(profile)} x {size.tokens} tokens kept for the backward, {size.layers} layers, one at work"
     return Part("activations", held, "training", how, True)
 
 
-def _latents(profile: Profile, size: Geometry) -> Part:
+def _latents(profile: Profile, size: Anatomy) -> Part:
     rl, rows = profile.rl, profile.data.rows_per_step
     per_update = 2 + rl.old.build_old + (rl.kl_beta > 0)
     stacked = rows * rl.timesteps_per_sample * (1 + rl.updates_per_rollout * per_update)
@@ -304,8 +189,11 @@ def _decode(profile: Profile, decoder: Decoder) -> Iterator[Part]:
         min(model.rollout_micro_batch or profile.data.rows_per_step, profile.data.rows_per_step),
     )
     pixels = rows * model.height * model.width
+    at_once = pixels // rows if model.decode_slicing else pixels
+    if model.decode_tiling:
+        at_once = min(at_once, at_once // (model.height * model.width) * decoder.tile**2)
     yield Part("decoder", decoder.numbers * item, "always", f"the VAE, {model.decode_dtype}, whole on each rank")
-    maps = _DECODED_MAPS * decoder.channels * pixels // decoder.patch**2 * item
+    maps = _DECODED_MAPS * decoder.channels * at_once // decoder.patch**2 * item
     # Three colours: the decoder's number, its float32 copy, the scaled one, and the byte.
     images = 3 * pixels * (item + 4 + 4 + 1)
     how = f"{rows} images of {model.height} x {model.width}, {_DECODED_MAPS} maps of the widest full-size layer"

@@ -1,7 +1,7 @@
 """Every rule that a loaded profile must pass before anything is started. No network, nothing written, no torch.
 
-Owns the list of rules and the way from a rule's word to a finding with its place. Rules refuse rather than warn; the
-two warnings are about values that are allowed and mislead.
+Owns the list of rules and the way from a rule's word to a finding with its place. Rules refuse rather than warn;
+warnings are about values that are allowed and mislead.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ empty one included, is refused by its number, since skipping it would renumber e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_BASE, PACKAGE, local
+from nftctl.profile.artifacts import EMBEDDED, PACKAGE, base_place, local
 from nftctl.profile.jsonable import unfit
 
 MISSING, INVALID = "prompt-file-missing", "prompt-file-invalid"
@@ -40,7 +40,7 @@ def resolve_prompt_file(value: str, split: Literal["train", "test"]) -> Path:
 
 def base_folder(value: str) -> Path:
     """The folder that `rl.init_from` names."""
-    return EMBEDDED_BASE if value == EMBEDDED else local(value)
+    return base_place(value)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -62,6 +62,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     if findings:
         raise ProfileRefused(findings)
     return prompts
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts at even distances, so that a grid does not show one corner of the file."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _lines(path: Path) -> list[str]:

@@ -75,7 +75,8 @@ class Grid(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto` takes GPUs when there are any."""
     address: str = "local"
-    """`local` starts a private Ray; joining a cluster is not in this release."""
+    """`local` starts a private Ray, whatever `RAY_ADDRESS` says; `auto` joins the cluster of `RAY_ADDRESS`, else the
+    one that `ray start` noted on this machine; `HOST:PORT` joins that one. All ranks go to one node."""
     collective_timeout_s: Positive = 120.0
     """Seconds after which a collective that a rank does not join fails."""
 
@@ -120,6 +121,9 @@ class Rl(Section):
     """Total number of rollouts since the run's birth."""
     updates_per_rollout: Count = 1
     """Optimizer steps per rollout."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep a running average of the policy, to look at and to export: optimizer step i keeps the share
+    min((1 + i) / (10 + i), ema_decay) of it. 0 keeps none."""
     beta: Positive = 1.0
     """Sharpness of the implicit velocities. No effect on the first optimizer step after a hard-copied refresh."""
     kl_beta: NonNegative = 1.0
@@ -190,6 +194,16 @@ class Model(Section):
     """Precision of the frozen base; the adapter and its optimizer are always float32."""
     decode_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the decoder."""
+    decode_slicing: bool = False
+    """Decode image by image, which takes less memory; refused where the decoder cannot."""
+    decode_tiling: bool = False
+    """Decode large images in overlapping tiles, which takes less memory and changes pixels: a tile does not see the
+    whole image. Refused where the decoder cannot."""
+    t5: bool = True
+    """Stable Diffusion 3: read prompts with the base's T5 encoder too, where it has one; false leaves it out, which
+    saves its memory and its hold on long prompts, as if the base had none."""
+    train: Literal["lora", "full"] = "lora"
+    """What is trained: an adapter on the frozen base, or all weights of the denoiser (float32, sharded)."""
     shard: Literal["auto", "gather-once", "reshard"] = "auto"
     """Memory policy of the sharded base: keep it gathered through a step, or re-gather layer by layer."""
     system_prompt: bool = True
@@ -334,6 +348,8 @@ class Eval(Section):
     """Sampler steps; unset: `rl.sample_steps`."""
     guidance: NonNegative | None = None
     """Guidance; unset: `rl.guidance`."""
+    weights: Literal["policy", "ema"] = "policy"
+    """Which weights are evaluated, and drawn in grids; `ema` needs `rl.ema_decay`."""
 
 
 class Profile(Section):

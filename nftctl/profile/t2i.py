@@ -55,6 +55,15 @@ class T2iProfile:
     """Whether the family's tokenizer can take a system prompt and a resolution sentence."""
     needs_vae: bool = True
     """Whether latents have to be decoded by a VAE; without one, latents are pixels."""
+    text_parts: tuple[tuple[str, str], ...] = ()
+    """Folders of the base's text encoders, each with that of its tokenizer; empty: the transformer reads tokens itself,
+    and VAE and tokenizer may come from elsewhere."""
+    shifts: tuple[tuple[int, float], ...] = ()
+    """(short side in pixels, sampler shift) that the family was trained with; empty: not known."""
+
+    def shift_for(self, short_side: int) -> float | None:
+        """The shift of the tier nearest to this short side."""
+        return min(self.shifts, key=lambda tier: abs(tier[0] - short_side))[1] if self.shifts else None
 
 
 _ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -75,8 +84,60 @@ COSMOS3_LORA = LoraScope(
 )
 
 
+_JOINT = ("to_q", "to_k", "to_v", "to_out.*", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_SECOND = ("to_q", "to_k", "to_v", "to_out.*")
+_FEED_FORWARD = ("net.*.proj", "net.*")
+_CLIP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+_T5 = (
+    *(f"SelfAttention.{name}" for name in "qkvo"),
+    *(f"DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1", "wo")),
+)
+
+SD3_LORA = LoraScope(
+    denoiser=(
+        *(f"transformer_blocks.*.attn.{name}" for name in _JOINT),
+        *(f"transformer_blocks.*.attn2.{name}" for name in _SECOND),
+        *(f"transformer_blocks.*.{ff}.{name}" for ff in ("ff", "ff_context") for name in _FEED_FORWARD),
+        *(f"transformer_blocks.*.{norm}.linear" for norm in ("norm1", "norm1_context")),
+        *(f"time_text_embed.{part}.linear_{n}" for part in ("timestep_embedder", "text_embedder") for n in (1, 2)),
+        *("context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    prompt_encoder=(
+        *(f"text_model.encoder.layers.*.{name}" for name in _CLIP),
+        *(f"encoder.block.*.layer.*.{name}" for name in _T5),
+        "text_projection",
+    ),
+)
+
+
 def _cosmos3(name: str) -> T2iProfile:
-    return T2iProfile(name, "cosmos3", "Cosmos3OmniTransformer", sides=(256, 1024, 16), lora=COSMOS3_LORA)
+    # The shifts are those of NVIDIA's own training configurations.
+    return T2iProfile(
+        name,
+        "cosmos3",
+        "Cosmos3OmniTransformer",
+        sides=(256, 1024, 16),
+        lora=COSMOS3_LORA,
+        shifts=((256, 3.0), (480, 5.0), (720, 10.0)),
+    )
+
+
+def _sd35_medium(name: str) -> T2iProfile:
+    # Sixteen pixels are a patch; 256 to 1440 are the sizes of its training. Its scheduler shifts by 3 at every size.
+    return T2iProfile(
+        name,
+        "sd3",
+        "SD3Transformer2DModel",
+        sides=(256, 1440, 16),
+        lora=SD3_LORA,
+        templates=False,
+        text_parts=(
+            ("text_encoder", "tokenizer"),
+            ("text_encoder_2", "tokenizer_2"),
+            ("text_encoder_3", "tokenizer_3"),
+        ),
+        shifts=((512, 3.0),),
+    )
 
 
 T2I_PROFILES: dict[str, T2iProfile] = {
@@ -93,7 +154,10 @@ T2I_PROFILES: dict[str, T2iProfile] = {
             needs_vae=False,
         ),
         _cosmos3("cosmos3_nft_t2i_public"),
+        _cosmos3("cosmos3_nft_t2i_public_2gpu"),
         _cosmos3("cosmos3_nft_t2i_public_4gpu"),
+        _sd35_medium("sd35m_nft_paper"),
+        _sd35_medium("sd35m_nft_paper_2gpu"),
     )
 }
 """Every name that `rl.profile` may have for images."""

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nftctl.model import adapters, shard
+from nftctl.model.copies import FullCopies, copies_of
 from nftctl.model.family import Family
 from nftctl.model.registry import load_family
 from nftctl.profile.prompts import read_prompts
@@ -64,11 +65,11 @@ class Roles:
     def facts(self) -> dict[str, Any]:
         """Counts for the log."""
         denoiser = self.family.denoiser
-        lora = adapters.policy_parameters(denoiser)
+        trained = copies_of(denoiser).parameters
         return {
             "base_parameters": sum(p.numel() for n, p in denoiser.named_parameters() if "lora_" not in n),
-            "lora_parameters": sum(p.numel() for p in lora.values()),
-            "lora_tensors": len(lora),
+            "trained_parameters": sum(p.numel() for p in trained.values()),
+            "trained_tensors": len(trained),
             "prompts": len(self.data.prompts),
             "tensors_loaded": self.family.report.loaded,
             "tensors_expected": self.family.report.expected,
@@ -86,12 +87,10 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         device,
         skip_keys=tuple(profile.rl.init_keys_to_skip_loading),
         seed=profile.rl.seed,
-        # Cut on the CPU, so that no GPU ever holds the whole denoiser next to its shard.
-        denoiser_device=torch.device("cpu"),
+        unread=True,
     )
-    adapters.add_adapters(family.denoiser, profile.model.lora, seed=profile.rl.seed)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    shard.shard_denoiser(family.denoiser, mesh, profile.model.shard)
+    _prepare_copies(family, profile, mesh, device)
     data = DataRole(
         read_prompts(spec.prompt_path),
         rows_per_step=profile.data.rows_per_step,
@@ -106,3 +105,18 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         replay=ReplayRole(profile, spec.component_names, control),
         policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
     )
+
+
+def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: torch.device) -> None:
+    """Set up what is trained, shard the denoiser, and read its weights, each rank its own rows."""
+    denoiser, model, rl = family.denoiser, profile.model, profile.rl
+    full = model.train == "full"
+    if full:
+        denoiser.requires_grad_(True)
+    else:
+        adapters.add_adapters(denoiser, model.lora, seed=rl.seed, ema=rl.ema_decay > 0)
+    shard.shard_denoiser(denoiser, mesh, model.shard, compute=getattr(torch, model.dtype) if full else None)
+    if family.stored is not None:
+        family.stored.fill(denoiser, device)
+    if full:
+        denoiser.copies = FullCopies(denoiser, old=rl.old.build_old, reference=rl.kl_beta > 0, ema=rl.ema_decay > 0)

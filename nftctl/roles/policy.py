@@ -1,7 +1,7 @@
 """Training: what needs no reward is drawn early, then forward and backward, one reduction and one optimizer step.
 
-Owns the optimizer, the trained adapter and the refresh of the moving old policy. Refuses to step on a gradient that is
-not finite; the refusal is collective, because the reduced gradient is the same on every rank.
+Owns the optimizer, the trained adapter and the refresh of the moving old policy. Refuses to step on a loss or gradient
+that is not finite; the refusal is collective, because every rank sees the terms of all ranks, and one reduced gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 from nftctl.algorithm import draws, objective, schedule
 from nftctl.algorithm.plan import ForwardPlan, expected_forwards, plan_forwards
 from nftctl.errors import TrainingFailed
-from nftctl.model import adapters, shard
+from nftctl.model.copies import Weights, copies_of
 from nftctl.model.family import Conditioning, Family
 from nftctl.profile.schema import Profile
+from nftctl.roles import stage
 from nftctl.roles.trajectory import Trajectory
 from nftctl.run.state import RunState
 
@@ -54,7 +55,8 @@ class PolicyRole:
         self._device = device
         self._control = control
         self._grid = schedule.sigmas(profile.rl.sample_steps, profile.rl.sampler_shift)
-        self.parameters = adapters.policy_parameters(family.denoiser)
+        self.copies = copies_of(family.denoiser)
+        self.parameters = self.copies.parameters
         s = profile.optimizer
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()),
@@ -117,8 +119,8 @@ class PolicyRole:
         )
 
     @torch.no_grad()
-    def _velocities(self, pairs: Pairs, which: adapters.Weights) -> Tensor:
-        with adapters.weights(self._family.denoiser, which):
+    def _velocities(self, pairs: Pairs, which: Weights) -> Tensor:
+        with self.copies.use(which):
             parts = [self._velocity(pairs, part) for part in self._chunks(list(range(len(pairs.t))))]
         return torch.cat(parts)
 
@@ -139,12 +141,16 @@ class PolicyRole:
         indices, r = self._select(kept)
         state = replace(state)
         planned = self._planned([pairs.plan for pairs in self._prepared], len(kept))
-        sums, norms = [], []
-        for pairs in self._prepared:
-            sums.append(self._accumulate(pairs, indices, r))
+        sums, norms, updates = [], [], len(self._prepared)
+        for k, pairs in enumerate(self._prepared):
+            stage.begin(state.step + 1, "backward", k, updates)
+            terms = self._of_all_ranks(self._accumulate(pairs, indices, r))
+            self._refuse_non_finite(terms / len(indices), pairs.x0[indices], r, state)
+            sums.append(terms)
+            stage.begin(state.step + 1, "optimizer", k, updates)
             norms.append(self._step(state))
         eta = self._refresh(state)
-        row = self._means(torch.stack(sums).sum(dim=0), len(indices) * len(sums))
+        row = self._means(torch.stack(sums).sum(dim=0), len(indices) * updates)
         row |= {
             "train/grad_norm": sum(norms) / len(norms),
             "train/lr": float(self.optimizer.param_groups[0]["lr"]),
@@ -180,7 +186,7 @@ class PolicyRole:
         """Backward over all micro-batches; returns the sums of the terms, float64 on the CPU."""
         self.optimizer.zero_grad(set_to_none=True)
         sums, done = torch.zeros(len(objective.METRICS), dtype=torch.float64, device=self._device), 0
-        with adapters.weights(self._family.denoiser, "policy"):
+        with self.copies.use("policy"):
             for part in self._chunks(indices):
                 terms = objective.nft_terms(
                     self._velocity(pairs, part),
@@ -199,10 +205,32 @@ class PolicyRole:
                 sums += terms.sums()
         return sums.cpu()
 
+    def _of_all_ranks(self, mine: Tensor) -> Tensor:
+        """[ranks, ...] in rank order, so that every rank adds up the same bits."""
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._control))]
+        dist.all_gather(parts, mine, group=self._control)
+        return torch.stack(parts)
+
+    def _refuse_non_finite(self, terms: Tensor, x0: Tensor, r: Tensor, state: RunState) -> None:
+        """Raise on every rank alike, before the gradients meet, when one rank's mean terms are not finite."""
+        bad = (~torch.isfinite(terms)).nonzero()
+        if not len(bad):
+            return
+        rank, term = bad[0].tolist()
+        around = torch.stack([x0.abs().max(), r.min(), r.max()]).to("cpu", torch.float64)
+        largest, low, high = self._of_all_ranks(around)[rank].tolist()
+        means = terms[rank].tolist()
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in zip(objective.METRICS, means, strict=True))
+        raise TrainingFailed(
+            f"step {state.step + 1}: {objective.METRICS[term]} of rank {rank} is {means[term]} ({listed}; "
+            f"max |x0| {largest:.4g}, r from {low:.4g} to {high:.4g}) at learning rate {self._settings.lr}; "
+            "this optimizer step was not made and nothing of it was saved",
+            rank=rank,
+            hint="lower optimizer.lr, or resume from the last checkpoint",
+        )
+
     def _step(self, state: RunState) -> float:
-        parameters = list(self.parameters.values())
-        shard.reduce_gradients(parameters, dist.group.WORLD)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.grad_clip))
+        norm = self.copies.reduce_and_clip(self._settings.grad_clip)
         if not torch.isfinite(torch.tensor(norm)):
             raise TrainingFailed(
                 f"step {state.step + 1}: the gradient norm is {norm} at learning rate {self._settings.lr}; "
@@ -214,7 +242,9 @@ class PolicyRole:
             group["lr"] = schedule.learning_rate(self._settings.lr, self._settings.warmup_steps, state.optimizer_steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.copies.stepped()
         state.optimizer_steps += 1
+        self.copies.average(schedule.ema_share(self._rl.ema_decay, state.optimizer_steps))
         state.policy_version += 1
         return norm
 
@@ -224,18 +254,15 @@ class PolicyRole:
         if not old.build_old or old.update_every is None or state.optimizer_steps % old.update_every:
             return 1.0
         eta = schedule.old_share(old.decay, state.optimizer_steps, old.constant)
-        adapters.refresh_old(self._family.denoiser, eta)
+        self.copies.refresh_old(eta)
         state.old_version = state.policy_version
         state.old_blended = int(eta > 0)
         state.old_refreshes += 1
         return eta
 
     def _means(self, sums: Tensor, pairs: int) -> dict[str, float]:
-        """Means over all (row, timestep) pairs of all ranks, added in rank order: every rank gets the same bits."""
-        world = dist.get_world_size(self._control)
-        parts = [torch.empty_like(sums) for _ in range(world)]
-        dist.all_gather(parts, sums, group=self._control)
-        means = (torch.stack(parts).sum(dim=0) / (pairs * world)).tolist()
+        """Means over all (row, timestep) pairs of all ranks; `sums` [ranks, terms], `pairs` of one rank."""
+        means = (sums.sum(dim=0) / (pairs * len(sums))).tolist()
         row = {f"train/{name}": value for name, value in zip(objective.METRICS, means, strict=True)}
         row["train/loss"] = row["train/policy_loss"] + row["train/kl_loss"]
         return row

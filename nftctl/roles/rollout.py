@@ -11,7 +11,8 @@ import torch
 
 from nftctl.algorithm import draws, sampler
 from nftctl.errors import TrainingFailed
-from nftctl.model import adapters
+from nftctl.model import shard
+from nftctl.model.copies import copies_of
 from nftctl.model.family import Conditioning, Family
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Sampling, SourceRow, Trajectory, Weights
@@ -22,6 +23,7 @@ class RolloutRole:
 
     def __init__(self, family: Family, profile: Profile, *, rank: int, device: torch.device) -> None:
         self._family = family
+        self._copies = copies_of(family.denoiser)
         self._rl = profile.rl
         self._rank = rank
         self._device = device
@@ -77,7 +79,8 @@ class RolloutRole:
             family.denoiser, family.batch(conditions), negative, how.guidance, merge=family.batch
         )
         clamp = (-1.0, 1.0) if family.clamp_x0 else None
-        with adapters.weights(family.denoiser, weights):
+        with self._copies.use(weights):
+            shard.gather(family.denoiser)
             x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
         return x0, family.decoder.decode(x0).cpu()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nftctl.model.family import Conditioning
 
 
-Weights = Literal["policy", "old", "reference"]
+Weights = Literal["policy", "old", "reference", "ema"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ import orjson
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import list_partials, list_steps, newest_complete
-from nftctl.run.disk import atomic_write, point_link, sync_folder
+from nftctl.run.disk import atomic_write, cure, point_link, sync_folder
 from nftctl.run.manifest import verify
 
-__all__ = ["RunDirectory", "atomic_write", "find_checkpoint", "refuse_used"]
+__all__ = ["RunDirectory", "atomic_write", "find_checkpoint", "refuse_impossible", "refuse_used"]
 
 _STEP_FOLDER = re.compile(r"step_\d+(\.partial)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -100,7 +100,7 @@ class RunDirectory:
             atomic_write(run.run_json, pretty_bytes(record))
             sync_folder(parent)
         except OSError as error:
-            raise CheckpointUnusable(f"cannot create {run.path}: {error.strerror}") from error
+            raise CheckpointUnusable(f"cannot create {run.path}: {error.strerror}", hint=cure(error)) from error
         return run
 
     @classmethod
@@ -135,7 +135,7 @@ class RunDirectory:
             message = f"{self.path} is in use by a running nftctl"
             raise CheckpointUnusable(message, hint="wait for it to end, or stop it with Ctrl-C") from error
         except OSError as error:
-            raise CheckpointUnusable(f"cannot lock {self.path}: {error.strerror}") from error
+            raise CheckpointUnusable(f"cannot lock {self.path}: {error.strerror}", hint=cure(error)) from error
         try:
             yield
         finally:
@@ -224,6 +224,21 @@ def refuse_used(path: Path) -> None:
     if os.path.lexists(path):
         hint = f"go on with it: nftctl resume {path}; or use another --name; or remove {path}"
         raise CheckpointUnusable(f"{path} is in use already", hint=hint)
+
+
+def refuse_impossible(path: Path) -> None:
+    """Raise CheckpointUnusable when no folder can be made at `path`, as far as that shows without making one."""
+    nearest = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not nearest.is_dir():
+        kind = "a link that leads nowhere" if nearest.is_symlink() else "a file"
+        raise CheckpointUnusable(
+            f"cannot create {path}: {nearest} is {kind}, not a folder", hint="choose another --run-dir"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointUnusable(
+            f"cannot create {path}: {nearest} cannot be written to",
+            hint="get the right to write there, or choose another --run-dir",
+        )
 
 
 def _claim(path: Path) -> None:

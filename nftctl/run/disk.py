@@ -1,12 +1,30 @@
 """Durable file operations: a file, a folder or a link is either the old one or the new one, also after a power cut.
 
-Owns fsync and rename. Knows nothing about runs or checkpoints.
+Owns fsync and rename, and what can be done about a write that the system refused. Knows nothing about runs or
+checkpoints.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+_CURES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room within the quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EACCES: "get the right to write there",
+    errno.EPERM: "get the right to write there",
+    errno.EROFS: "mount it for writing",
+    errno.ENOTDIR: "a file stands where a folder belongs: name another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+def cure(error: OSError) -> str:
+    """What to do about a write that failed, in the imperative, by what the system said."""
+    return _CURES.get(error.errno or 0, "mend the disk or the folder")
 
 
 def atomic_write(path: Path, data: bytes) -> None:

@@ -143,6 +143,7 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     problems = [text for entry in manifest.files if (text := _file_problem(folder, entry, hashes))]
     problems += [f"{name}: not in the manifest" for name in _listed(folder) if name not in listed]
     problems += _tensor_problems(folder, manifest)
+    problems += _part_problems(manifest)
     if manifest.identity_hash != fingerprint(manifest.identity):
         problems.append("manifest.json: identity_hash is not the hash of the identity")
     return problems
@@ -238,3 +239,16 @@ def _tensor_problems(folder: Path, manifest: Manifest) -> list[str]:
         if entry not in manifest.tensors and not any(t.startswith(f"optim.{entry}.") for t in manifest.tensors)
     ]  # fmt: skip
     return problems + [f"optimizer entry {entry}: no tensor holds it" for entry in stateless]
+
+
+def _part_problems(manifest: Manifest) -> list[str]:
+    """Parts without which a run would go on as another one, however sound the rest is."""
+    policy, old = (
+        {name.removeprefix(part) for name in manifest.tensors if name.startswith(part)} for part in ("policy.", "old.")
+    )
+    problems = [f"tensor policy.{name}: missing, though old has it" for name in sorted(old - policy)]
+    problems += [f"tensor old.{name}: missing, though policy has it" for name in sorted(policy - old)]
+    steps = manifest.state["optimizer_steps"]
+    if steps and not manifest.optimizer_entries:
+        problems.append(f"no optimizer state, though {steps} optimizer steps were taken")
+    return problems

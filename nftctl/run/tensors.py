@@ -25,11 +25,13 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor: where it begins and how long it is along each dimension."""
+    """A box of a tensor: where it begins and how long it is along each dimension, and where its bytes are."""
 
     dtype: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    path: Path
+    info: TensorInfo
 
     def overlaps(self, other: Block) -> bool:
         """True when the two boxes share an element."""
@@ -43,22 +45,26 @@ def compare_tensors(paths: Iterable[Path], announced: Mapping[str, Mapping[str, 
     problems = []
     for path in paths:
         try:
-            for name, block in _blocks(path):
+            for name, block in read_blocks(path):
                 blocks.setdefault(name, []).append(block)
         except CheckpointUnusable as error:
             problems.append(error.message.replace(f"{root}/", ""))
     problems += [f"tensor {name}: missing" for name in sorted(set(announced) - set(blocks))]
     problems += [f"tensor {name}: not in the manifest" for name in sorted(set(blocks) - set(announced))]
     for name in sorted(set(announced) & set(blocks)):
-        problems += [f"tensor {name}: {text}" for text in _cover_problems(blocks[name], announced[name])]
+        problems += [f"tensor {name}: {text}" for text in cover_problems(blocks[name], announced[name])]
     return problems
 
 
-def _blocks(path: Path) -> list[tuple[str, Block]]:
+def read_blocks(path: Path) -> list[tuple[str, Block]]:
+    """Every block of a file, with its tensor's name. Raises CheckpointUnusable when header or offsets are malformed."""
     tensors, metadata = read_header(path)
     try:
         sharding = json.loads(metadata.get(SHARDING_KEY, "{}"))
-        return [(name, Block(info.dtype, _offsets(sharding, name, info), info.shape)) for name, info in tensors.items()]
+        return [
+            (name, Block(info.dtype, _offsets(sharding, name, info), info.shape, path, info))
+            for name, info in tensors.items()
+        ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointUnusable(f"{path} has malformed block offsets") from error
 
@@ -72,7 +78,7 @@ def _offsets(sharding: Mapping[str, Any], name: str, info: TensorInfo) -> tuple[
     return offsets
 
 
-def _cover_problems(blocks: list[Block], announced: Mapping[str, Any]) -> list[str]:
+def cover_problems(blocks: list[Block], announced: Mapping[str, Any]) -> list[str]:
     dtype, shape = announced["dtype"], tuple(announced["shape"])
     if any(block.dtype != dtype for block in blocks):
         return [f"dtype {', '.join(sorted({b.dtype for b in blocks}))}, the manifest says {dtype}"]
@@ -97,9 +103,8 @@ def content_hash(folder: Path, files: Iterable[Mapping[str, Any]], prefix: str) 
         path = folder / entry["name"]
         if path.suffix != ".safetensors" or not path.is_file():
             continue
-        tensors = read_header(path)[0]
-        for name, block in _blocks(path):
+        for name, block in read_blocks(path):
             if name.startswith(prefix):
                 place = [name.removeprefix(prefix), block.dtype, list(block.offsets), list(block.shape)]
-                lines.append((place, hash_range(path, tensors[name])))
+                lines.append((place, hash_range(path, block.info)))
     return digest(sorted(lines))

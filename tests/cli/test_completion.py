@@ -57,6 +57,11 @@ def test_runs_keys_and_scorers(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "second")
     assert offers(tmp_path, "nftctl resume f") == ["first"]
     assert offers(tmp_path, "nftctl inspect-checkpoint runs/s") == ["runs/second/"]
+    assert offers(tmp_path, "nftctl inspect-checkpoint first --diff s") == ["second"]
+    assert offers(tmp_path, "nftctl export f") == ["first"]
+    assert offers(tmp_path, "nftctl export first --to ") == ["lora", "merged", "diffusers"]
+    assert offers(tmp_path, "nftctl export first --weights e") == ["ema"]
+    assert offers(tmp_path, "nftctl sample first --device c") == ["cpu", "cuda"]
     assert offers(tmp_path, "nftctl validate --set rl.bet") == ["rl.beta="]
     assert "model.lora.rank=" in offers(tmp_path, "nftctl validate --set model.lora.")
     assert offers(tmp_path, "nftctl reward-serve --scorer ") == sorted(SCORERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nftctl.run.directory import RunDirectory
 from nftctl.run.manifest import Manifest, commit, write_manifest
 from nftctl.run.state import RunState
 from tests.run.make import make_run, safetensors_bytes, snapshot, write_checkpoint
+from tests.run.test_manifest import rewrite
 
 from .program import nftctl, the_object
 
@@ -28,11 +30,13 @@ def make_resumable(folder: Path, name: str = "first", total: int = 4, step: int 
     )
     partial = partial_folder(run.checkpoints, step)
     (partial / "state").mkdir()
-    (partial / "state/shard-00001.safetensors").write_bytes(safetensors_bytes({"policy.a": ("F32", [1], bytes(4))}))
+    tensors = dict.fromkeys(("policy.a", "old.a", "optim.a.step"), ("F32", [1], bytes(4)))
+    (partial / "state/shard-00001.safetensors").write_bytes(safetensors_bytes(tensors))
     manifest = Manifest(
         run_id=plan.run_id, step=step, state=RunState(step=step, optimizer_steps=step, cursor=4 * step).to_dict(),
         world_size=plan.profile.ranks, identity=plan.identity, identity_hash=plan.identity_hash,
-        seed_contract=plan.seed_contract, tensors={"policy.a": {"dtype": "F32", "shape": [1]}},
+        seed_contract=plan.seed_contract, optimizer_entries=["a"],
+        tensors={name: {"dtype": "F32", "shape": [1]} for name in tensors},
     )  # fmt: skip
     write_manifest(partial, manifest)
     commit(partial, run.checkpoints / step_name(step))
@@ -82,6 +86,31 @@ def test_resuming_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize(("total", "further"), [(2, "runs/first --steps 4"), (9, "runs/first")])
+def test_fewer_steps_than_are_done_is_said_with_both_numbers(tmp_path: Path, total: int, further: str) -> None:
+    make_resumable(tmp_path / "runs", total=total, step=2)
+    answer = nftctl("resume", "first", "--steps", "1", cwd=tmp_path)
+    assert answer.returncode == 0
+    assert "nothing to do: 2 steps are done and a total of 1 was asked for" in answer.stderr
+    assert answer.stderr.splitlines()[-1].endswith(f"to go further: nftctl resume {further}"), answer.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "dangling/below"])
+@pytest.mark.parametrize("more", [("--dry-run",), ("--auto-resume", "--dry-run"), ()], ids=" ".join)
+def test_a_run_folder_that_cannot_be_made_is_refused_alike_dry_or_not(
+    tmp_path: Path, place: str, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = snapshot(tmp_path)
+    answer = nftctl("launch", "--name", "x", "--steps", "1", "--run-dir", place, *more, cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (5, "")
+    kind = "a file" if place.startswith("file") else "a link that leads nowhere"
+    assert f"cannot create {place}/x: {tmp_path / place.split('/')[0]} is {kind}, not a folder" in answer.stderr
+    assert "--run-dir" in answer.stderr
+    assert snapshot(tmp_path) == before
+
+
 def test_a_dry_resume_shows_from_where_to_where(tmp_path: Path) -> None:
     make_resumable(tmp_path / "runs")
     before = snapshot(tmp_path)
@@ -124,6 +153,39 @@ def test_the_profile_comes_from_the_run_and_not_from_the_working_folder(tmp_path
     (tmp_path / "profile.toml").write_text("this is not TOML")
     answer = nftctl("resume", "first", "--dry-run", cwd=tmp_path, env={"NFTCTL_PROFILE": "nowhere.toml"})
     assert answer.returncode == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_another_number_of_ranks_is_refused_with_both(tmp_path: Path, ranks: int) -> None:
+    """Written by four ranks; refused before anything is started, and still inspected by one process."""
+    run = make_resumable(tmp_path / "runs")
+    before = snapshot(tmp_path)
+    answer = nftctl("resume", "first", "--set", f"rl.group_size={ranks}", cwd=tmp_path)
+    assert answer.returncode == 6, answer.stderr
+    rows = [line.split() for line in answer.stderr.splitlines()]
+    assert next(row for row in rows if row and row[0] == "rl.group_size")[1:3] == ["4", str(ranks)]
+    assert the_object(nftctl("inspect-checkpoint", run.path, "--json", cwd=tmp_path))["checkpoint"]["world_size"] == 4
+    assert snapshot(tmp_path) == before
+
+
+def test_a_checkpoint_without_its_seed_contract_or_cursor_is_refused_by_name(tmp_path: Path) -> None:
+    """Left out by whoever wrote it: nothing contradicts its own hashes."""
+    whole = make_resumable(tmp_path / "whole")
+    for part, changes, code, said in (
+        ("seeds", {"seed_contract": {}}, 6, "the seed contract changed"),
+        ("cursor", {"state": {"step": 2}}, 5, "the run state lacks cursor"),
+        ("optimizer", {"optimizer_entries": []}, 5, "no optimizer state, though 2 optimizer steps were taken"),
+    ):
+        run = tmp_path / "runs" / part
+        shutil.copytree(whole.path, run, symlinks=True)
+        rewrite(run / "checkpoints" / step_name(2), changes)
+        answer = nftctl("resume", part, cwd=tmp_path)
+        assert (answer.returncode, answer.stdout) == (code, ""), answer.stderr
+        assert said in answer.stderr
+        if part == "seeds":
+            assert [line.split()[:2] for line in answer.stderr.splitlines() if line.split()[0] == "rl.seed"] == [
+                ["rl.seed", "(absent)"]
+            ]
 
 
 def test_damage_comes_before_a_changed_identity(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`validate --online` against real sockets: services up, down, or of another revision; a Ray address; GPUs counted."""
+"""`validate --online` against real sockets: services up, down, or of another revision; a Ray cluster; GPUs counted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from nftctl.cli.online import Answers, look_around, ray_endpoint, visible_gpus
+from nftctl.cli import online as online_module
+from nftctl.cli.online import Answers, look_around, visible_gpus
+from nftctl.engine import cluster
 from nftctl.errors import Finding
 from nftctl.profile.load import load_profile
 from nftctl.reward.scorers import scorer_revision
+from tests.engine.test_cluster import a_cluster, node
 from tests.interop.test_cosmos_training import serving
 from tests.profile.conftest import COMPLETE, toml_of, write_place
 
@@ -103,30 +106,54 @@ def test_other_faults_beside_end_with_3(tmp_path: Path, closed: str) -> None:
 
 
 def answers_of(folder: Path, address: str) -> tuple[Answers, list[Finding]]:
-    """Preflight refuses every address but `local`, so the question is put without it."""
+    """In process, with no variable set."""
     embedded: dict[str, object] = {"name": "digits", "kind": "embedded", "scorer": "tiny_digits"}
     write(folder, [embedded], **{"grid.address": address})
-    return look_around(load_profile(folder / "p.toml", env={}), {})
+    return look_around(load_profile(folder / "p.toml", env={}), {"RAY_TMPDIR": str(folder)})
 
 
 def test_a_ray_that_does_not_listen(tmp_path: Path, closed: str) -> None:
     answers, (finding,) = answers_of(tmp_path, closed)
-    assert (finding.code, finding.key) == ("ray-unreachable", "grid.address")
+    assert (finding.code, finding.key, finding.line) == ("ray-unreachable", "grid.address", 8)
     assert finding.message == f"no Ray at {closed} (grid.address): Connection refused"
     assert answers.ray == {"address": closed, "reachable": False, "how": "not reachable"}
 
 
-def test_what_cannot_be_an_address_is_said(tmp_path: Path) -> None:
-    _, (finding,) = answers_of(tmp_path, "head")
-    assert finding.message == 'grid.address = "head" is not HOST:PORT, ray://HOST:PORT, auto or local'
-
-
-def test_a_ray_that_listens_is_enough(tmp_path: Path) -> None:
+def test_what_listens_has_to_be_a_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SURVEY_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        answers, findings = answers_of(tmp_path, f"ray://127.0.0.1:{server.getsockname()[1]}")
-    assert findings == []
-    assert answers.ray["reachable"] is True
+        answers, (finding,) = answers_of(tmp_path, f"127.0.0.1:{server.getsockname()[1]}")
+    assert finding.code == "ray-unreachable"
+    assert "does not answer as Ray" in finding.message
+    assert answers.ray["reachable"] is False
     assert answers.gpus["how"] == "not needed: grid.device is cpu"
+
+
+def test_auto_without_a_cluster(tmp_path: Path) -> None:
+    _, (finding,) = answers_of(tmp_path, "auto")
+    assert finding.code == "ray-unreachable"
+    assert f"there is no {tmp_path}/ray/ray_current_cluster" in finding.message
+
+
+def test_what_a_cluster_is_and_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = a_cluster(node(8, 2, held=(1, 1)), holders=("actor hog: 1 CPU, 1 GPU",))
+    monkeypatch.setattr(online_module, "look_at", lambda grid, env: there)
+    answers, findings = answers_of(tmp_path, "10.0.0.1:6379")
+    assert findings == []
+    assert answers.ray == {"address": "10.0.0.1:6379", "reachable": True, "how": there.describe()}
+    gpus = load_profile(tmp_path / "p.toml", env={}, sets=["grid.device=auto"])
+    answers, (unfit,) = look_around(gpus, {})
+    assert unfit.code == "ray-unfit"
+    assert unfit.key == "grid.address"
+    assert "4 ranks need 4 CPU, 4 GPU on one node" in unfit.message
+    assert answers.gpus["visible"] == 2
+
+
+def test_a_full_disk_is_told_for_a_private_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "RAY_FILES_BYTES", 1 << 80)
+    _, (finding,) = answers_of(tmp_path, "local")
+    assert (finding.code, finding.key) == ("ray-unfit", "grid.address")
+    assert f"{1 << 80:,} are needed" in finding.message
 
 
 @pytest.mark.parametrize("fault", ["", "down"])
@@ -160,34 +187,6 @@ def test_a_refused_profile_asks_nobody(tmp_path: Path, closed: str) -> None:
     document = online(tmp_path)
     assert [f["code"] for f in document["diagnostics"]] == ["group-size"]
     assert "online" not in document
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("10.0.0.1:6379", ("10.0.0.1", 6379)),
-        ("ray://head", ("head", 10001)),
-        ("ray://head:7", ("head", 7)),
-        ("[::1]:6379", ("::1", 6379)),
-    ],
-)
-def test_addresses_of_ray(address: str, expected: tuple[str, int]) -> None:
-    assert ray_endpoint(address, {}) == expected
-
-
-@pytest.mark.parametrize("address", ["head", "head:port", "head:99999", "http://head:1", ":1", "", "a:1/b", "ray://"])
-def test_what_is_no_address_of_ray(address: str) -> None:
-    with pytest.raises(ValueError, match="is not HOST:PORT"):
-        ray_endpoint(address, {})
-
-
-def test_auto_is_looked_up_where_ray_looks(tmp_path: Path) -> None:
-    note = tmp_path / "ray_current_cluster"
-    with pytest.raises(ValueError, match="finds no cluster"):
-        ray_endpoint("auto", {}, note)
-    note.write_text("10.0.0.2:6379\n")
-    assert ray_endpoint("auto", {}, note) == ("10.0.0.2", 6379)
-    assert ray_endpoint("auto", {"RAY_ADDRESS": "10.0.0.3:1"}, note) == ("10.0.0.3", 1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ def test_every_bundled_profile_is_listed_with_a_sentence(tmp_path: Path) -> None
     assert answer.returncode == 0
     names = [line.split()[0] for line in answer.stdout.splitlines()]
     assert names == sorted(path.stem for path in (ROOT / "profiles").glob("*.toml"))
-    assert answer.stdout.splitlines()[1].endswith("  The public recipe on four GPUs.")
+    four = answer.stdout.splitlines()[names.index("cosmos3_nft_t2i_public_4gpu")]
+    assert four.endswith("  The public recipe on four GPUs.")
     listed = the_object(nftctl("profiles", "--json", cwd=tmp_path))["profiles"]
     assert [entry["name"] for entry in listed] == names
     assert all(entry["description"].endswith(".") and "\n" not in entry["description"] for entry in listed)

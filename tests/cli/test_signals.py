@@ -14,7 +14,7 @@ from nftctl.cli.signals import Stopped, StopSignals
 from .program import environment
 
 LOOP = """
-import sys, time
+import os, signal, sys, time
 import nftctl.cli.main as program
 from nftctl.cli.signals import StopSignals
 
@@ -24,6 +24,9 @@ def job(**kwargs):
         if "armed" in sys.argv:
             signals.arm(asked.append, lambda: 11)
         print("ready", flush=True)
+        if "deaf" in sys.argv:  # in one call until a byte comes, and not to be interrupted
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            os.read(0, 1)
         while not asked or "stubborn" in sys.argv:
             time.sleep(0.01)
     print(f"asked {asked[0]}", flush=True)
@@ -37,7 +40,7 @@ sys.exit(program.main())
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP, *words], cwd=folder, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
@@ -65,6 +68,23 @@ def test_the_second_signal_ends_at_once(tmp_path: Path, signum: int, code: int) 
     assert process.returncode == code
     assert "stopped at once" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_counts_though_the_main_thread_hears_neither(tmp_path: Path, signum: int, code: int) -> None:
+    """In the middle of a call into C the interpreter keeps one signal of a kind, however many came.
+
+    That the first is answered at all, while the main thread sleeps, shows that another one listens.
+    """
+    process = start(tmp_path, "armed", "stubborn", "deaf")
+    process.send_signal(signum)
+    assert process.stderr
+    while "finishing step" not in process.stderr.readline():
+        pass
+    process.send_signal(signum)
+    _, err = process.communicate("x", timeout=30)
+    assert process.returncode == code
+    assert "stopped at once" in err
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -23,7 +23,7 @@ SURFACE = {
         ["PROFILE"],
     ),
     "resume": (["--dry-run", "--fork", "--json", "--quiet", "--set", "--steps", "-q"], ["CHECKPOINT"]),
-    "inspect-checkpoint": (["--json", "--tensors", "--verify"], ["CHECKPOINT"]),
+    "inspect-checkpoint": (["--diff", "--json", "--tensors", "--verify"], ["CHECKPOINT"]),
     "reward-ping": (
         [
             "--count",
@@ -42,12 +42,31 @@ SURFACE = {
     "reward-serve": (["--host", "--port", "--revision", "--scorer", "--workers"], []),
     "profiles": (["--json", "--schema"], ["NAME"]),
     "init": (["--from", "--json"], ["PATH"]),
+    "export": (["--base", "--json", "--to", "--weights"], ["CHECKPOINT", "OUT"]),
+    "sample": (
+        [
+            "--base",
+            "--device",
+            "--guidance",
+            "--images",
+            "--json",
+            "--out",
+            "--prompt",
+            "--prompt-file",
+            "--seed",
+            "--shift",
+            "--steps",
+            "--weights",
+        ],
+        ["CHECKPOINT"],
+    ),
+    "convert": (["--config", "--json", "--like", "--strip-prefix"], ["SRC", "DST"]),
 }
 """Command -> options and arguments; every command has -h and --help besides."""
 
 EXITS = {
     "OK": 0, "BUG": 1, "USAGE": 2, "PROFILE": 3, "REWARD": 4, "CHECKPOINT": 5, "RESUME": 6, "TRAINING": 7,
-    "SIGINT": 130, "SIGTERM": 143,
+    "ENVIRONMENT": 8, "SIGINT": 130, "SIGTERM": 143,
 }  # fmt: skip
 
 
@@ -77,7 +96,7 @@ def test_every_failure_has_its_own_exit_code() -> None:
     }
     assert codes == {
         "UsageRefused": 2, "ProfileRefused": 3, "RewardFailed": 4, "CheckpointUnusable": 5, "ResumeRefused": 6,
-        "TrainingFailed": 7,
+        "TrainingFailed": 7, "EnvironmentUnfit": 8,
     }  # fmt: skip
 
 
@@ -143,10 +162,16 @@ def test_nothing_is_accepted_after_a_double_dash(tmp_path: Path, arguments: tupl
         (("launch", "--steps", "0"), "--steps", "try: nftctl launch --help"),
         (("launch", "a.toml", "b.toml"), "b.toml", "try: nftctl launch --help"),
         (("resume",), "CHECKPOINT", "try: nftctl resume --help"),
+        (("resume", ""), "the name of the checkpoint is empty", "help: give a run's name"),
+        (("inspect-checkpoint", " "), "the name of the checkpoint is empty", "help: give a run's name"),
+        (("inspect-checkpoint", "x", "--diff", ""), "the name of the checkpoint is empty", "help: give a run's name"),
         (("reward-ping", "--revision", "r"), "--revision belongs to --url", "help: a profile pins"),
         (("reward-ping", "x.toml", "--url", "http://h"), "not both", ""),
         (("profiles", "a", "b"), "b", "try: nftctl profiles --help"),
         (("init", "--form", "x"), "--from", "try: nftctl init --help"),
+        (("export", "x", "y"), "--to", "try: nftctl export --help"),
+        (("export", "", "y", "--to", "lora"), "the name of the checkpoint is empty", "help: give a run's name"),
+        (("convert", "nowhere", "y"), "nowhere is not a folder", ""),
         (("--json", "validate"), "--json belongs to --version", "nftctl validate --json"),
     ],
 )
@@ -175,6 +200,9 @@ KEYS = {
     ("profiles", "tiny_t2i_cpu"): ["profile"],
     ("profiles", "--schema"): ["schema"],
     ("init", "no/where.toml"): ["error"],
+    ("export", "nowhere", "out", "--to", "lora"): ["error"],
+    ("sample", "nowhere"): ["error"],
+    ("convert", "nowhere", "out"): ["error"],
 }
 """Command line -> keys of its JSON object besides those of every object; none of these writes anything."""
 

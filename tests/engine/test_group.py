@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ODD = raised(ValueError("shapes do not match"))
 OURS = raised(TrainingFailed("step 3: the gradient norm is nan", rank=2))
 REWARD = raised(RewardFailed("reward service http://x: HTTP 400"))
 LOST = raised(RewardFailed("reward service http://x: the connection was lost (ConnectionResetError: Connection reset)"))
+STAGE = "2026-11-29 12:00:00,000 INFO nftctl.stage"
 SAVE = raised(TrainingFailed("the checkpoint could not be written: Connection closed by peer"))
 
 
@@ -74,14 +76,17 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """`ranks(order, timeout)`: calls three ranks whose answers come as scripted."""
     monkeypatch.setattr(group_module, "GRACE_S", 0.05)
 
+    group = Group([], "cpu", tmp_path, 0.2)
+    group.members = [{"rank": n, "pid": 100 + n, "host": "here"} for n in range(3)]
+
     def call(order: list[tuple[str, Any]], timeout: float = 0.2) -> tuple[list[Any], Script]:
         script = Script(order)
         monkeypatch.setattr(ray, "wait", script.wait)
         monkeypatch.setattr(ray, "get", script.get)
-        group = Group([], "cpu", tmp_path, timeout)
-        group.members = [{"rank": n, "pid": 100 + n, "host": "here"} for n in range(3)]
+        group._timeout_s = timeout
         return group._wait({"a": 0, "b": 1, "c": 2}, "train"), script
 
+    call.group = group  # type: ignore[attr-defined]
     return call
 
 
@@ -95,7 +100,7 @@ def test_answers_come_in_rank_order(ranks: Any) -> None:
 
 def test_stragglers_are_named_once_the_first_is_done(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        TrainingFailed, match=r"rank 1 did not finish `train` within 0 s .*\(late: \[1, 2\]\)"
+        TrainingFailed, match=r"rank 1 did not finish `train` \(pid 101 on here\) within the 0 s .*\(late: \[1, 2\]\)"
     ) as caught:
         ranks([("a", "done")])
     assert caught.value.rank == 1
@@ -111,6 +116,45 @@ def test_within_the_grace_a_better_culprit_wins(ranks: Any, tmp_path: Path) -> N
     with pytest.raises(TrainingFailed, match=r"rank 2 died in `train` \(pid 102 on here\)") as caught:
         ranks([("a", ECHO), ("c", DIED)], timeout=3600)
     assert (caught.value.rank, caught.value.log) == (2, str(tmp_path / "rank_2.log"))
+
+
+def test_the_silent_rank_is_blamed_and_not_those_that_waited_for_it(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "rank_1.log").write_text(f"{STAGE}: step 6: optimizer\n{STAGE}: step 7: backward 2 of 3\nodd words\n")
+    with pytest.raises(
+        TrainingFailed, match=r"rank 1 did not finish step 7, backward 2 of 3 \(pid 101 on here\) .*\(late: \[1\]\)"
+    ) as caught:
+        ranks([("a", LATE), ("c", ECHO)], timeout=3600)
+    assert (caught.value.rank, caught.value.log) == (1, str(tmp_path / "rank_1.log"))
+    # Without a time-out among them, those that lost a connection say nothing of who is late.
+    with pytest.raises(TrainingFailed, match=r"rank 0 failed in `train` .*Connection closed by peer"):
+        ranks([("a", ECHO), ("c", ECHO)], timeout=3600)
+
+
+@pytest.mark.parametrize(("fault", "word"), [(DIED, "died"), (ODD, "failed")])
+def test_the_blame_says_what_the_rank_itself_had_begun(ranks: Any, tmp_path: Path, fault: Any, word: str) -> None:
+    (tmp_path / "rank_0.log").write_text(f"{STAGE}: step 7: optimizer\n")
+    (tmp_path / "rank_2.log").write_text(f"{STAGE}: step 7: backward\nstep 9: no stage line\n")
+    with pytest.raises(TrainingFailed, match=rf"rank 2 {word} in step 7, backward \(pid 102 on here\)"):
+        ranks([("a", 1), ("c", fault), ("b", 1)])
+
+
+@pytest.mark.parametrize(
+    ("order", "whole"),
+    [
+        ([("a", 1), ("b", 1), ("c", 1)], True),
+        ([("a", OURS), ("b", OURS), ("c", OURS)], True),
+        ([("a", 1), ("b", ODD), ("c", 1)], True),
+        ([("a", ODD)], False),  # the others wait in a collective for ever
+        ([("a", 1), ("b", DIED), ("c", 1)], False),
+        ([("a", ECHO), ("b", ODD), ("c", ECHO)], False),
+    ],
+)
+def test_a_group_knows_whether_it_can_be_called_again(ranks: Any, order: Any, whole: bool) -> None:
+    group = ranks.group
+    group.whole = not whole
+    with contextlib.suppress(TrainingFailed):
+        ranks(order)
+    assert group.whole is whole
 
 
 def test_an_error_of_ours_arrives_as_it_was_raised(ranks: Any, tmp_path: Path) -> None:

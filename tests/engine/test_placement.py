@@ -1,31 +1,64 @@
-"""Where ranks run, given what there is; Ray itself is started in test_world and test_runs."""
+"""What a node says of its code, and why Ray did not start; Ray itself is started in test_world and test_clusters."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from nftctl.engine.placement import choose_device
-from nftctl.errors import TrainingFailed
-from nftctl.profile.schema import Grid
+from nftctl.engine.placement import _not_started, judge_node, own_code, own_logs
+from nftctl.errors import EnvironmentUnfit
+
+OURS = {"nftctl": "1.0", "torch": "2.13.0", "source": "aa"}
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    return {"host": "node7", "python": "/usr/bin/python3", "code": dict(OURS), "unseen": [], **changes}
+
+
+def test_a_node_with_the_same_code_is_taken() -> None:
+    judge_node(facts(), OURS)
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "gpus", "chosen"),
+    ("changes", "said"),
     [
-        ("auto", 4, 0, "cpu"),
-        ("auto", 4, 4, "cuda"),
-        ("auto", 2, 8, "cuda"),
-        ("cpu", 4, 0, "cpu"),
-        ("cpu", 4, 8, "cpu"),
-        ("cuda", 4, 4, "cuda"),
+        ({"fault": "ModuleNotFoundError: No module named 'nftctl'"}, "cannot import nftctl: ModuleNotFoundError"),
+        ({"code": {**OURS, "torch": "2.12.0"}}, "torch 2.12.0 there, 2.13.0 here"),
+        ({"code": {**OURS, "source": "bb"}}, "source bb there, aa here"),
+        ({"code": {"nftctl": "1.0", "torch": "2.13.0"}}, "source None there, aa here"),
+        ({"unseen": ["/runs/a/logs"]}, "node node7 does not see /runs/a/logs"),
     ],
 )
-def test_the_device_of_a_run(device: str, ranks: int, gpus: int, chosen: str) -> None:
-    assert choose_device(Grid(device=device), ranks, gpus) == chosen
+def test_a_node_that_is_not_as_here_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(EnvironmentUnfit) as caught:
+        judge_node(facts(**changes), OURS)
+    assert said in caught.value.message
+    assert "node7" in caught.value.message
+    assert caught.value.hint
 
 
-@pytest.mark.parametrize(("device", "gpus"), [("auto", 1), ("auto", 3), ("cuda", 0), ("cuda", 3)])
-def test_too_few_gpus_are_said_with_both_numbers_and_a_way_out(device: str, gpus: int) -> None:
-    with pytest.raises(TrainingFailed, match=rf"4 GPUs are needed.*rl\.group_size = 4.*{gpus} are visible") as caught:
-        choose_device(Grid(device=device), 4, gpus)
-    assert 'grid.device = "cpu"' in caught.value.hint
+def test_the_code_of_this_process_has_versions_and_a_hash() -> None:
+    code = own_code()
+    assert code == own_code()
+    assert set(code) == {"nftctl", "torch", "diffusers", "peft", "source"}
+    assert len(code["source"]) == 64
+
+
+def test_why_ray_did_not_start_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    logs = tmp_path / "ray" / f"session_2026-01-02_03-04-05_6_{os.getpid()}" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "ray" / "session_2027-01-02_03-04-05_6_1").mkdir()  # of another process
+    assert own_logs(os.environ) == logs
+    error = ConnectionError("Failed to connect")
+    error.__cause__ = RuntimeError("no port\nis free")
+    unfit = _not_started(error, None)
+    assert unfit.message == (
+        "Ray did not start: ConnectionError: Failed to connect; because of RuntimeError: no port is free"
+    )
+    assert str(logs) in unfit.hint
+    (logs / "raylet.err").write_text("[1 C] (raylet) Check failed: x Timed out waiting for file /p\n*** Stack\n")
+    assert _not_started(error, None).message.endswith("; its raylet ended with: x Timed out waiting for file /p")

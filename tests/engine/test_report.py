@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,8 +13,17 @@ import orjson
 import pytest
 from PIL import Image
 
-from nftctl.engine.report import JsonLines, TensorBoard, join_grids, read_rows, require_finite, write_curve, write_grid
-from nftctl.errors import TrainingFailed
+from nftctl.engine.report import (
+    JsonLines,
+    TensorBoard,
+    done_again,
+    join_grids,
+    read_rows,
+    require_finite,
+    write_curve,
+    write_grid,
+)
+from nftctl.errors import CheckpointUnusable, TrainingFailed
 
 
 def row(step: int, **values: object) -> dict[str, object]:
@@ -42,6 +53,27 @@ def test_a_resumed_run_writes_each_step_once(metrics: Path) -> None:
     lines.close()
     assert [(r["step"], r["attempt"]) for r in written(metrics)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
     assert lines.rows == written(metrics)
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "rows"),
+    [
+        (3, "steps 4 to 5 had been taken {} are", "2 rows of metrics.jsonl are"),
+        (4, "step 5 had been taken {} is", "1 row"),
+    ],
+)
+def test_steps_that_are_done_again_are_named(metrics: Path, step: int, steps: str, rows: str) -> None:
+    lines = JsonLines(metrics, keep_through=step)
+    lines.close()
+    said = done_again(lines, step)
+    assert said.startswith(f"{steps.format('after that checkpoint and')} done again; {rows}")
+    assert said.endswith(" replaced")
+
+
+def test_where_no_step_is_done_again_nothing_is_said(metrics: Path) -> None:
+    lines = JsonLines(metrics, keep_through=5)
+    lines.close()
+    assert done_again(lines, 5) == ""
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_appended(tmp_path: Path) -> None:
@@ -162,3 +194,57 @@ def test_tensorboard_is_written_only_when_it_is_wanted(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["scalars"] == ["train/reward_mean"]
     assert [(e.step, e.value) for e in events.Scalars("train/reward_mean")] == [(1, pytest.approx(0.1))]
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(e.step, round(e.value, 3)) for e in events.Scalars("train/reward_mean")]
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    """Saved at 3, cut off after 5, gone on with: the later steps are those of the second attempt."""
+    for begin, end, keep, reward in ((1, 5, 0, 0.25), (4, 6, 3, 0.75)):
+        board = TensorBoard(tmp_path, enabled=True, keep_through=keep)
+        for step in range(begin, end + 1):
+            board.scalars({"step": step, "train/reward_mean": reward})
+        board.close()
+    assert scalars(tmp_path) == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.75), (5, 0.75), (6, 0.75)]
+
+
+def test_a_disk_that_takes_no_events_is_one_warning(tmp_path: Path) -> None:
+    """A real limit of the system on the size of files, met in the middle of an event."""
+    warnings: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        board = TensorBoard(tmp_path, enabled=True, warn=warnings.append)
+        board.scalars(row(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (next(tmp_path.iterdir()).stat().st_size + 10, hard))
+        for step in (2, 3):
+            board.scalars(row(step))
+            board.image("samples", step, tmp_path / "absent.png")
+        board.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert warnings == ["no more events for TensorBoard: File too large; metrics.jsonl goes on"]
+    assert scalars(tmp_path) == [(1, 0.1)]
+
+
+def test_a_folder_for_events_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    warnings: list[str] = []
+    board = TensorBoard(tmp_path / "tensorboard", enabled=True, warn=warnings.append)
+    board.scalars(row(1))
+    board.close()
+    assert len(warnings) == 1
+    assert "File exists" in warnings[0]
+
+
+def test_a_grid_that_cannot_be_written_is_a_fault_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match=r"cannot write .*absent/g\.png: No such file") as caught:
+        write_grid(tmp_path / "absent" / "g.png", np.zeros((1, 1, 8, 8, 3), np.uint8), ["a"], "base")
+    assert caught.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from diffusers import Cosmos3OmniPipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nftctl.errors import CheckpointUnusable, TrainingFailed
-from nftctl.model.decoder import PixelDecoder, WanDecoder, load_wan, to_bytes
+from nftctl.errors import CheckpointUnusable, ProfileRefused, TrainingFailed
+from nftctl.model.decoder import PixelDecoder, WanDecoder, load_vae, pixel_decoder, to_bytes
 from nftctl.model.registry import load_family
 from nftctl.profile.schema import Model
 
@@ -57,7 +58,7 @@ def test_a_latent_that_is_not_finite_is_refused_by_sample(bad: float) -> None:
 
 @pytest.fixture(scope="module")
 def wan(vae_base: Path) -> WanDecoder:
-    return load_wan(vae_base / "vae", torch.float32, CPU)
+    return WanDecoder.load(vae_base / "vae", Model(), CPU)
 
 
 def test_wan_decodes_as_the_pipeline_does(wan: WanDecoder, vae_base: Path) -> None:
@@ -83,7 +84,7 @@ def test_a_decoder_output_that_is_not_finite_is_refused_by_sample(wan: WanDecode
 
 
 def test_the_decoder_is_frozen_and_has_the_precision_that_was_asked_for(vae_base: Path) -> None:
-    half = load_wan(vae_base / "vae", torch.bfloat16, CPU)
+    half = WanDecoder.load(vae_base / "vae", Model(decode_dtype="bfloat16"), CPU)
     assert {p.dtype for p in half.vae.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in half.vae.parameters())
     assert half.decode(torch.zeros(1, 16, 1, 2, 2)).shape == (1, 1, 16, 16, 3)
@@ -91,8 +92,8 @@ def test_the_decoder_is_frozen_and_has_the_precision_that_was_asked_for(vae_base
 
 def test_a_folder_that_holds_no_vae_is_refused(tmp_path: Path, vae_base: Path) -> None:
     for folder in (tmp_path, vae_base / "tokenizer"):
-        with pytest.raises(CheckpointUnusable, match="Wan VAE"):
-            load_wan(folder, torch.float32, CPU)
+        with pytest.raises(CheckpointUnusable, match="no AutoencoderKLWan"):
+            WanDecoder.load(folder, Model(), CPU)
 
 
 def test_the_family_takes_decoder_and_shape_from_the_base(
@@ -108,3 +109,39 @@ def test_the_family_takes_decoder_and_shape_from_the_base(
     batch = wan.batch(wan.encoder.encode(["a", "bb"]))
     assert wan.denoiser(x, torch.tensor([0.5, 0.1]), batch).shape == x.shape
     assert wan.decoder.decode(x).shape == (2, 1, 32, 48, 3)
+
+
+def test_slicing_and_tiling_are_what_the_wan_vae_is_told(vae_base: Path) -> None:
+    """One image at a time; a tile of 256 pixels is an image here, so tiling has to change nothing."""
+    x0 = torch.randn(3, 16, 1, 2, 3, generator=torch.Generator().manual_seed(0))
+    plain = WanDecoder.load(vae_base / "vae", Model(), CPU)
+    both = WanDecoder.load(vae_base / "vae", Model(decode_slicing=True, decode_tiling=True), CPU)
+    assert (plain.vae.use_slicing, plain.vae.use_tiling) == (False, False)
+    assert (both.vae.use_slicing, both.vae.use_tiling) == (True, True)
+    rows: list[int] = []
+    both.vae.decoder.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[0]))
+    assert (both.decode(x0).int() - plain.decode(x0).int()).abs().max() <= 1
+    assert rows == [1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["decode_slicing", "decode_tiling"])
+def test_modes_that_a_decoder_has_not_are_refused(
+    pixel_base: Path, vae_base: Path, make_model: Callable[..., Model], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ProfileRefused) as refusal:
+        load_family(make_model(**{mode: True}), str(pixel_base), "cosmos3", CPU)
+    (finding,) = refusal.value.findings
+    assert (finding.code, finding.key) == ("decode-mode", f"model.{mode}")
+    assert "latents that are pixels" in finding.message
+    with pytest.raises(ProfileRefused):
+        pixel_decoder(Model(**{mode: True}))
+
+    def without_modes(*arguments: Any) -> Any:
+        vae = load_vae(*arguments)
+        del vae.use_slicing, vae.use_tiling
+        return vae
+
+    monkeypatch.setattr("nftctl.model.decoder.load_vae", without_modes)
+    assert WanDecoder.load(vae_base / "vae", Model(), CPU).channels == 16
+    with pytest.raises(ProfileRefused, match="1 error"):
+        WanDecoder.load(vae_base / "vae", Model(**{mode: True}), CPU)

@@ -28,6 +28,7 @@ UNITS = 5  # time embedder, three layers, root
 WORLD = 4
 CASES = {
     "one": (1, "auto", "float32"),
+    "one in half": (1, "auto", "bfloat16"),
     "two": (2, "auto", "bfloat16"),
     "two resharding": (2, "reshard", "float32"),
     "four": (4, "gather-once", "float32"),

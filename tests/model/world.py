@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-HEAVY = ["nftctl.model.adapters", "nftctl.model.registry", "nftctl.model.shard", "torch.profiler"]
+HEAVY = ["nftctl.model.adapters", "nftctl.model.cosmos3", "nftctl.model.sd3", "nftctl.model.shard", "torch.profiler"]
 
 
 def run_world(function: Callable[[int, str], None], size: int, folder: Path) -> None:

@@ -24,6 +24,17 @@ COMPLETE: dict[str, object] = {
 PROVIDER: dict[str, object] = {"name": "judge", "url": "http://127.0.0.1:8000", "revision": "r1"}
 
 
+SD3: dict[str, object] = {
+    "rl.profile": "sd35m_nft_paper",
+    "rl.init_from": "sd3",
+    "rl.sampler_shift": 3,
+    "model.system_prompt": False,
+    "model.resolution_template": False,
+    "model.lora.targets": ["attn.to_q"],
+}
+"""What makes the complete profile one of the other family."""
+
+
 def toml_of(values: Mapping[str, object], providers: list[dict[str, object]]) -> str:
     """Dotted keys as lines, then the providers. JSON's strings, numbers, lists and booleans are TOML's."""
     lines = [f"{key} = {_value(value)}" for key, value in values.items() if value is not REMOVED]
@@ -79,6 +90,39 @@ def write_base(folder: Path) -> Path:
     return folder
 
 
+SD3_BLOCK = {
+    **{
+        f"attn.{name}": [HIDDEN, HIDDEN]
+        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    },
+    "attn.norm_q": [4],
+    "ff.net.0.proj": [INNER, HIDDEN],
+    "ff.net.2": [HIDDEN, INNER],
+}
+"""Tensors of one block of a Stable Diffusion 3 transformer, as far as preflight looks at them."""
+TEXT_PARTS = ("", "_2", "_3")
+
+
+def write_sd3_base(folder: Path) -> Path:
+    """A Stable Diffusion 3 folder as seen from outside: headers of two blocks and three text encoders, a VAE."""
+    shapes = {f"transformer_blocks.{n}.{name}.weight": shape for n in (0, 1) for name, shape in SD3_BLOCK.items()}
+    shapes |= {"context_embedder.weight": [HIDDEN, 6], "time_text_embed.text_embedder.linear_1.weight": [HIDDEN, 5]}
+    shapes |= {"pos_embed.pos_embed": [1, 9, HIDDEN]}
+    config = {"_class_name": "SD3Transformer2DModel", "patch_size": 2, "in_channels": 16, "num_attention_heads": 2}
+    for part in ("transformer", "vae", *(f"{kind}{n}" for kind in ("text_encoder", "tokenizer") for n in TEXT_PARTS)):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text("{}")
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    (folder / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8, 8]}')
+    tensors = {name: ("F16", shape, bytes(2 * prod(shape))) for name, shape in shapes.items()}
+    (folder / "transformer" / WEIGHTS).write_bytes(safetensors_bytes(tensors))
+    for n in TEXT_PARTS:
+        encoder = safetensors_bytes({"embed.weight": ("F16", [10 + len(n), 3], bytes(2 * 3 * (10 + len(n))))})
+        (folder / f"text_encoder{n}" / "model.safetensors").write_bytes(encoder)
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
 def split_weights(folder: Path) -> None:
     """The same tensors in two files behind an index, as large bases come."""
     transformer = folder / "transformer"
@@ -93,7 +137,8 @@ def write_place(folder: Path) -> None:
     """What the profiles of these tests point to: a base, eight prompts, and one of each that is not as it should be.
 
     `bare` lacks VAE and tokenizer, `other` is of another family, `dcp` a distributed checkpoint; the weights of
-    `hollow` are missing, of `torn` cut off, of `half` one file of two.
+    `hollow` are missing, of `torn` cut off, of `half` one file of two. `sd3` is the other family; `sd3-mute` lacks a
+    tokenizer, `sd3-deaf` a text encoder, and `sd3-bare` has no T5 and says so.
     """
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("".join(f"prompt {n}\n" for n in range(8)))
@@ -109,6 +154,18 @@ def write_place(folder: Path) -> None:
     split_weights(folder / "split")
     split_weights(folder / "half")
     (folder / "half" / "transformer" / "two.safetensors").unlink()
+    sd3 = write_sd3_base(folder / "sd3")
+    for name in ("sd3-mute", "sd3-deaf", "sd3-bare"):
+        shutil.copytree(sd3, folder / name)
+    shutil.rmtree(folder / "sd3-mute" / "tokenizer_2")
+    (folder / "sd3-deaf" / "text_encoder" / "model.safetensors").unlink()
+    shutil.rmtree(folder / "sd3-bare" / "text_encoder_3")
+    shutil.rmtree(folder / "sd3-bare" / "tokenizer_3")
+    (folder / "sd3-bare" / "model_index.json").write_text(
+        '{"text_encoder_3": [null, null], "tokenizer_3": [null, null]}'
+    )
+    (folder / "vae32").mkdir()
+    (folder / "vae32" / "config.json").write_text('{"scale_factor_spatial": 32}')
     (folder / "dcp").mkdir()
     (folder / "dcp" / ".metadata").write_bytes(b"\x80")
 

@@ -15,7 +15,17 @@ from nftctl.profile.preflight import RULES, check, refuse_if_wrong
 from nftctl.profile.rules import objective
 from nftctl.profile.rules.rule import Facts
 
-from .conftest import PROVIDER, REMOVED
+from .conftest import PROVIDER, REMOVED, SD3
+
+TINY: dict[str, object] = {
+    "rl.profile": "tiny_t2i_cpu",
+    "rl.init_from": "embedded",
+    "model.height": 8,
+    "model.width": 8,
+    "model.dtype": "float32",
+    "model.system_prompt": False,
+    "model.resolution_template": False,
+}
 
 # code, key, what is changed; several departures may break one rule
 ALONE: list[tuple[str, str, dict[str, object]]] = [
@@ -26,7 +36,8 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("gpus-per-role", "grid.gpus_per_role", {"grid.gpus_per_role": {"policy": 4}}),
     ("group-size", "rl.group_size", {"rl.group_size": 1}),
     ("group-size", "rl.group_size", {"rl.group_size": 0}),
-    ("grid-address", "grid.address", {"grid.address": "auto"}),
+    ("grid-address", "grid.address", {"grid.address": "ray://head:10001"}),
+    ("grid-address", "grid.address", {"grid.address": "head"}),
     ("role-shape", "grid.ranks", {"grid.ranks": 8}),
     ("role-shape", "grid.ranks", {"grid.ranks": 4, "rl.group_size": 8}),
     ("role-shape", "grid.num_replicas", {"grid.num_replicas": 2}),
@@ -45,6 +56,16 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("rl-profile-contradicted", "rl.guidance", {"rl.guidance": 30}),
     ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": ["q_proj_of_another_model"]}),
     ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": []}),
+    ("rl-profile-contradicted", "model.t5", {"model.t5": False}),
+    ("rl-profile-contradicted", "model.tokenizer", {**SD3, "model.tokenizer": "base/tokenizer"}),
+    ("rl-profile-contradicted", "model.system_prompt", {**SD3, "model.system_prompt": True}),
+    ("rl-profile-contradicted", "model.width", {**SD3, "model.width": 1456}),
+    ("rl-profile-contradicted", "model.lora.targets", {**SD3, "model.lora.targets": ["attn.to_out"]}),
+    ("shift-for-size", "rl.sampler_shift", {"rl.sampler_shift": 3}),
+    ("shift-for-size", "rl.sampler_shift", {"model.height": 256, "model.width": 1024}),
+    ("shift-for-size", "rl.sampler_shift", {**SD3, "rl.sampler_shift": 5}),
+    ("lora-matches-nothing", "model.lora.targets", {**SD3, "model.lora.targets": ["transformer_blocks.2.attn.to_q"]}),
+    ("lora-touches-prompt-encoder", "model.lora.targets", {**SD3, "model.lora.targets": ["self_attn.q_proj"]}),
     ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "to_q"]}),
     ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["gate_proj"]}),
     ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": ["layers.2.self_attn.add_q_proj"]}),
@@ -69,6 +90,12 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("vae-missing", "model.vae", {"rl.init_from": "bare", "model.tokenizer": "base/tokenizer"}),
     ("tokenizer-missing", "model.tokenizer", {"rl.init_from": "bare", "model.vae": "base/vae"}),
     ("tokenizer-missing", "model.tokenizer", {"model.tokenizer": "nowhere"}),
+    ("tokenizer-missing", "rl.init_from", {**SD3, "rl.init_from": "sd3-mute"}),
+    ("text-encoder-missing", "rl.init_from", {**SD3, "rl.init_from": "sd3-deaf"}),
+    ("init-from-family", "rl.init_from", {**SD3, "rl.init_from": "base"}),
+    ("media-shape", "model.height", {"model.vae": "vae32", "model.height": 528}),
+    ("decode-mode", "model.decode_slicing", {**TINY, "model.decode_slicing": True}),
+    ("decode-mode", "model.decode_tiling", {**TINY, "model.decode_tiling": True}),
     ("sampler-type", "rl.scheduler_type", {"rl.scheduler_type": "euler"}),
     ("moving-old-cadence", "rl.old.update_every", {"rl.old.update_every": REMOVED}),
     ("moving-old-cadence", "rl.old.update_every", {"rl.old.update_every": 0}),
@@ -92,6 +119,8 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("max-steps-missing", "rl.max_steps", {"rl.max_steps": 0}),
     ("optimizer-betas", "optimizer.betas", {"optimizer.betas": [0.9, 1.0]}),
     ("old-decay-flat", "rl.old.decay", {"rl.old.decay": "delayed"}),
+    ("ema-missing", "eval.weights", {"eval.weights": "ema"}),
+    ("lora-unused", "model.train", {"model.train": "full", "model.lora.rank": 4}),
     ("guidance-zero", "rl.guidance", {"rl.guidance": 0}),
     ("guidance-zero", "eval.guidance", {"eval.guidance": 0}),
     ("sigmoid-tau", "rl.r_tau", {"rl.r_map": "sigmoid"}),
@@ -227,6 +256,8 @@ def test_every_mistake_is_found_at_once_and_sorted(load: Callable) -> None:
 
 
 BROKEN: dict[str, object] = {
+    "eval.weights": "ema",
+    "model.train": "full",
     "rl.modality": "video",
     "rl.profile": "cosmos3_nft_t2i_public",
     "rl.init_from": "other",
@@ -242,11 +273,12 @@ BROKEN: dict[str, object] = {
     "rl.train_t_range": [0.5, 0.5],
     "rl.guidance": 0,
     "rl.scheduler_type": "euler",
+    "rl.sampler_shift": 3,
     "grid.backend": "slurm",
     "grid.grouping": "per-role",
     "grid.gpu_placement": "split",
     "grid.gpus_per_role": 4,
-    "grid.address": "auto",
+    "grid.address": "ray://head",
     "grid.ranks": 8,
     "model.height": 520,
     "model.vae": "nowhere",
@@ -279,10 +311,14 @@ BROKEN_PROVIDERS: list[dict[str, object]] = [
 INSTEAD: dict[str, dict[str, object]] = {
     "rl-profile-missing": {"rl.modality": "image", "rl.profile": ""},
     "rl-profile-unknown": {"rl.modality": "image", "rl.profile": "cosmos3_t2i"},
+    "lora-matches-nothing": {"rl.init_from": "base"},
     "init-from-missing": {"rl.init_from": "nowhere"},
     "init-from-hub": {"rl.init_from": "nvidia/Cosmos3-Nano@main"},
     "init-from-dcp": {"rl.init_from": "dcp"},
     "init-from-weights": {"rl.init_from": "torn"},
+    "text-encoder-missing": {**SD3, "rl.init_from": "sd3-deaf"},
+    "media-shape": {"rl.init_from": "base", "model.vae": "vae32", "model.height": 528},
+    "decode-mode": {"rl.init_from": "embedded", "model.decode_tiling": True},
     "max-steps-missing": {"rl.max_steps": 0},
     "old-decay-flat": {"rl.max_steps": 1, "rl.old.decay": "delayed"},
     "prompt-file-missing": {"eval.prompt_file": "nope.txt"},
@@ -348,8 +384,50 @@ def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable) -> Non
 def test_the_unknown_contract_lists_the_supported_ones(load: Callable) -> None:
     (finding,) = check(load({"rl.profile": "tiny_t2i", "model.vae": "base/vae"}))
     assert finding.help == (
-        "did you mean tiny_t2i_cpu? supported: tiny_t2i_cpu, cosmos3_nft_t2i_public, cosmos3_nft_t2i_public_4gpu"
+        "did you mean tiny_t2i_cpu? supported: tiny_t2i_cpu, cosmos3_nft_t2i_public, cosmos3_nft_t2i_public_2gpu, "
+        "cosmos3_nft_t2i_public_4gpu, sd35m_nft_paper, sd35m_nft_paper_2gpu"
     )
+
+
+def test_a_base_of_another_family_is_told_which_contracts_fit_it(load: Callable) -> None:
+    (finding,) = check(load({"rl.init_from": "sd3"}))
+    assert finding.code == "init-from-family"
+    assert finding.help == "for this base rl.profile is one of sd35m_nft_paper, sd35m_nft_paper_2gpu"
+
+
+def test_a_base_makes_no_image_larger_than_its_table_of_positions(load: Callable) -> None:
+    """Sixteen pixels a patch: 24 positions are 384 pixels."""
+    config = json.loads(Path("sd3/transformer/config.json").read_text())
+    Path("sd3/transformer/config.json").write_text(json.dumps({**config, "pos_embed_max_size": 24}))
+    (finding,) = check(load({**SD3, "model.height": 384, "model.width": 400}))
+    assert (finding.code, finding.key) == ("media-shape", "model.width")
+    assert "384 pixels at most" in finding.message
+
+
+def test_t5_may_be_absent_or_switched_off_and_not_just_lost(load: Callable) -> None:
+    assert check(load(SD3)) == []
+    assert check(load({**SD3, "rl.init_from": "sd3-bare"})) == []
+    Path("sd3-bare/model_index.json").write_text("{}")
+    found = check(load({**SD3, "rl.init_from": "sd3-bare"}))
+    assert {finding.code for finding in found} == {"text-encoder-missing", "tokenizer-missing"}
+    assert "model.t5 = false runs without it" in {finding.help for finding in found}
+    assert check(load({**SD3, "rl.init_from": "sd3-bare", "model.t5": False})) == []
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "own"),
+    [
+        *((256, 256, 3), (1024, 256, 3), (352, 368, 3), (368, 1024, 3)),
+        *((384, 384, 5), (480, 832, 5), (592, 592, 5)),
+        *((608, 608, 10), (720, 720, 10), (1024, 1024, 10)),
+    ],
+)
+def test_the_shift_that_belongs_to_a_size(load: Callable, height: int, width: int, own: float) -> None:
+    """By the nearest of 256, 480 and 720; half-way, at 368, the smaller."""
+    for shift in (3.0, 5.0, 10.0):
+        found = check(load({"model.height": height, "model.width": width, "rl.sampler_shift": shift}))
+        assert [f.code for f in found] == ([] if shift == own else ["shift-for-size"])
+        assert all(f"{own:g} for a short side" in f.message and f.severity == "warning" for f in found)
 
 
 def test_the_tiny_contract_knows_its_own_limits(load: Callable) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nftctl.profile.t2i import COSMOS3_LORA
+from nftctl.profile.t2i import COSMOS3_LORA, SD3_LORA
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,44 @@ from nftctl.profile.t2i import COSMOS3_LORA
 def test_scope_of_a_target(target: str, denoiser: bool, encoder: bool) -> None:
     assert COSMOS3_LORA.in_denoiser(target) is denoiser
     assert COSMOS3_LORA.touches_prompt_encoder(target) is encoder
+
+
+@pytest.mark.parametrize(
+    ("target", "denoiser", "encoder"),
+    [
+        ("attn.to_q", True, False),
+        ("to_q", True, False),
+        ("attn2.to_out.0", True, False),
+        ("transformer_blocks.23.attn.add_k_proj", True, False),
+        ("ff_context.net.0.proj", True, False),
+        ("ff.net.2", True, False),
+        ("norm1_context.linear", True, False),
+        ("attn.to_out", False, False),
+        ("self_attn.q_proj", False, True),
+        ("q", False, True),
+        ("layer.1.DenseReluDense.wo", False, True),
+        ("pos_embed.proj", False, False),
+    ],
+)
+def test_scope_of_a_target_in_the_other_family(target: str, denoiser: bool, encoder: bool) -> None:
+    assert SD3_LORA.in_denoiser(target) is denoiser
+    assert SD3_LORA.touches_prompt_encoder(target) is encoder
+
+
+def test_the_other_table_holds_every_linear_module_of_its_family() -> None:
+    import re
+
+    import torch
+
+    from tests.model.sd3_bases import build_clip, build_sd3, build_t5
+
+    def linear(module: torch.nn.Module) -> set[str]:
+        names = (name for name, m in module.named_modules() if isinstance(m, torch.nn.Linear))
+        return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names}
+
+    assert linear(build_sd3(dual_attention_layers=(0,))) == {*SD3_LORA.denoiser}
+    known = {*SD3_LORA.prompt_encoder}
+    assert linear(build_clip(0, 12, 8)) | linear(build_t5(0)) == known - {"encoder.block.*.layer.*.DenseReluDense.wi"}
 
 
 def test_the_table_holds_every_linear_module_of_the_family() -> None:

@@ -71,8 +71,8 @@ def test_facts_count_the_base_and_the_adapter_apart(profile: Any, control: dist.
     sizes = sum(4 * (layer.in_features + layer.out_features) for layer in layers)
     facts = roles.facts()
     assert facts["prompts"] == 48
-    assert facts["lora_tensors"] == len(policy) == 32
-    assert facts["lora_parameters"] == sizes
+    assert facts["trained_tensors"] == len(policy) == 32
+    assert facts["trained_parameters"] == sizes
     names = [n for n, _ in roles.family.denoiser.named_parameters() if "lora_" not in n]
     assert facts["base_parameters"] == sum(roles.family.denoiser.get_parameter(n).numel() for n in names)
     assert {id(p) for p in roles.policy.parameters.values()} == {id(p) for p in policy.values()}

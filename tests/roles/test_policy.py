@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from nftctl.algorithm import draws, schedule
 from nftctl.errors import TrainingFailed
-from nftctl.model import adapters
+from nftctl.model import adapters, shard
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Trajectory
 from nftctl.run.state import RunState
@@ -247,20 +248,61 @@ def test_the_given_state_is_left_alone(profile: Make, roles: Any) -> None:
     assert (state.optimizer_steps, state.policy_version) == (1, 1)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_stops_before_the_step(profile: Make, roles: Any, bad: float) -> None:
-    family, rollout, policy = roles(profile("optimizer.lr=0.25"))
-    done = samples(rollout)
-    done[1].optimality = bad
+def refused(parts: Any, done: list[Trajectory]) -> TrainingFailed:
+    """The refusal of the seventh step, which has changed nothing."""
+    family, _, policy = parts
     before = {n: p.detach().clone() for n, p in family.denoiser.named_parameters()}
     policy.prepare(done, RunState(step=6))
-    with pytest.raises(
-        TrainingFailed, match=r"step 7: the gradient norm is (nan|inf) at learning rate 0\.25"
-    ) as caught:
+    with pytest.raises(TrainingFailed) as caught:
         policy.train(done, RunState(step=6))
     assert caught.value.rank == 0
     assert all(torch.equal(p, before[n]) for n, p in family.denoiser.named_parameters())
     assert not policy.optimizer.state
+    return caught.value
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_shows_its_terms(
+    profile: Make, roles: Any, bad: float
+) -> None:
+    parts = roles(profile("optimizer.lr=0.25"))
+    done = samples(parts[1])
+    done[1].optimality = bad
+    error = refused(parts, done)
+    assert re.match(
+        r"step 7: policy_loss of rank 0 is nan \(policy_loss nan, kl_loss 0, positive_error 0\.\d+, negative_error "
+        rf"0\.\d+, old_gap 0; max \|x0\| 1, r from (0\.9|nan) to {bad}\) at learning rate 0\.25; this optimizer step",
+        error.message,
+    ), error.message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_stops_before_the_step(
+    profile: Make, roles: Any, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    def reduce(parameters: Any, group: Any) -> None:
+        parameters[3].grad.view(-1)[5] = bad
+
+    parts = roles(profile("optimizer.lr=0.25"))
+    monkeypatch.setattr(shard, "reduce_gradients", reduce)
+    error = refused(parts, samples(parts[1]))
+    assert re.match(r"step 7: the gradient norm is (nan|inf) at learning rate 0\.25", error.message)
+
+
+@pytest.mark.parametrize(
+    ("updates", "said"),
+    [
+        (1, ["backward", "optimizer"]),
+        (2, ["backward 1 of 2", "optimizer 1 of 2", "backward 2 of 2", "optimizer 2 of 2"]),
+    ],
+)
+def test_each_stage_is_in_the_log_as_it_begins(
+    profile: Make, roles: Any, caplog: pytest.LogCaptureFixture, updates: int, said: list[str]
+) -> None:
+    parts = roles(profile(f"rl.updates_per_rollout={updates}", "rl.old.update_every=2"))
+    with caplog.at_level("INFO", "nftctl.stage"):
+        step(parts, RunState(step=6))
+    assert [record.getMessage() for record in caplog.records] == [f"step 7: {stage}" for stage in said]
 
 
 def test_the_learning_rate_warms_up_and_goes_on_after_a_resume(profile: Make, roles: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,8 +14,8 @@ import pytest
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.checkpoints import discard_partials, list_steps, partial_folder, prune
-from nftctl.run.directory import RunDirectory, atomic_write, find_checkpoint
-from nftctl.run.disk import point_link
+from nftctl.run.directory import RunDirectory, atomic_write, find_checkpoint, refuse_impossible
+from nftctl.run.disk import cure, point_link
 
 from .make import make_run, snapshot, write_checkpoint
 
@@ -37,6 +38,41 @@ def test_a_used_folder_is_refused_with_three_ways_out(tmp_path: Path) -> None:
         make_run(tmp_path)
     assert all(way in caught.value.hint for way in ("nftctl resume", "--name", "remove"))
     assert snapshot(run.path) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "advice"),
+    [
+        (errno.EACCES, "Permission denied", "get the right to write there"),
+        (errno.EROFS, "Read-only file system", "mount it for writing"),
+        (errno.ENOSPC, "No space left on device", "make room on that disk"),
+        (errno.EIO, "Input/output error", "mend the disk or the folder"),
+    ],
+)
+def test_what_cannot_be_written_is_said_with_its_own_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str, advice: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("nftctl.run.directory.atomic_write", refuse)
+    with pytest.raises(CheckpointUnusable, match=f"cannot create .*tiny: {said}") as caught:
+        make_run(tmp_path)
+    assert caught.value.hint == advice == cure(OSError(code, ""))
+
+
+def test_a_place_without_the_right_to_write_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    with pytest.raises(CheckpointUnusable, match="cannot be written to") as caught:
+        refuse_impossible(tmp_path / "new" / "runs" / "tiny")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    assert "room" not in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    refuse_impossible(tmp_path / "new" / "runs" / "tiny")
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,27 @@ def test_a_manifest_that_contradicts_itself_is_found(step: Path, changes: dict[s
     assert any(expected in problem for problem in verify(step))
 
 
+@pytest.mark.parametrize(
+    ("gone", "expected"),
+    [
+        ("policy.", "tensor policy.a: missing, though old has it"),
+        ("old.", "tensor old.a: missing, though policy has it"),
+        ("optim.", "no optimizer state, though 100 optimizer steps were taken"),
+    ],
+)
+def test_a_part_that_was_never_written_is_found(tmp_path: Path, gone: str, expected: str) -> None:
+    """Files, hashes and lists agree with each other: what is missing was left out from the start."""
+    partial = partial_folder(tmp_path, 100)
+    (partial / "state").mkdir()
+    kept = {n: e for n, e in TENSORS.items() if not n.startswith(gone)}
+    content = {n: ("F32", e["shape"], bytes(4 * math.prod(e["shape"]))) for n, e in kept.items()}
+    (partial / "state" / "shard-0.safetensors").write_bytes(safetensors_bytes(content))
+    manifest = make_manifest(100, dict(kept))
+    manifest.optimizer_entries = [] if gone == "optim." else ["a"]
+    write_manifest(partial, manifest)
+    assert verify(partial) == [expected]
+
+
 def with_blocks(tmp_path: Path, blocks: list[tuple[list[int], list[int]]], shape: list[int]) -> list[str]:
     """Problems of a checkpoint with one tensor laid out as (offsets, shape) blocks, one file each."""
     partial = partial_folder(tmp_path, 1)
@@ -146,7 +168,7 @@ def with_blocks(tmp_path: Path, blocks: list[tuple[list[int], list[int]]], shape
         content = safetensors_bytes({"w": ("F32", size, bytes(4 * count))}, notes)
         (partial / "state" / f"shard-{index}.safetensors").write_bytes(content)
     manifest = make_manifest(1, {"w": {"dtype": "float32", "shape": shape}})
-    manifest.optimizer_entries = []
+    manifest.optimizer_entries, manifest.state["optimizer_steps"] = [], 0
     try:
         write_manifest(partial, manifest)
     except CheckpointUnusable as error:

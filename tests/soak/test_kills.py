@@ -1,139 +1,342 @@
-"""Killed from outside at any moment and resumed, a run is to the bit the run that nobody touched."""
+"""Whatever ends a run of four ranks, wherever it strikes: resumed, it is to the bit the run that nobody touched.
+
+Several strikes are dealt to one run, one per attempt, so that histories grow as odd as they do in real life.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import subprocess
+import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from signal import SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, Signals
 
-import psutil
 import pytest
 
 from nftctl.run.checkpoints import list_partials, list_steps
 from nftctl.run.manifest import verify
-from tests.engine.test_runs import QUIET, start, wait_for
-from tests.engine.test_world import promised, tensors_of
+from tests.cli.test_refused_before_start import run_all
+from tests.cli.test_storage_faults import FAULTS
+from tests.engine import kill_runs
+from tests.engine.kill_runs import NAME, STAGES, Attempt, Blow, Strike, check_same, deal, last_stage, play, table
+from tests.run.make import snapshot
 
-pytestmark = [pytest.mark.soak, pytest.mark.ray]
+pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.timeout(3600)]
 
 STEPS = 12
-SETS = ("checkpoint.every=1", "checkpoint.keep_last=20", 'rl.old.decay="linear"', "data.shuffle=true")
-LAUNCH = ("launch", "--steps", str(STEPS), "--name", "killed", *QUIET, *(part for s in SETS for part in ("--set", s)))
-KILLS = [
-    # who, by what, after which finished step, and how far into the next one
-    ("driver", signal.SIGKILL, 3, 0.0),
-    ("driver", signal.SIGKILL, 6, 0.12),
-    ("rank 0", signal.SIGKILL, 4, 0.05),
-    ("rank 1", signal.SIGKILL, 8, 0.2),
-    ("driver", signal.SIGTERM, 3, 0.15),
-    ("driver", signal.SIGTERM, 7, 0.0),
-    ("everybody", signal.SIGINT, 5, 0.08),
-    ("driver", signal.SIGINT, 9, 0.0),
-]
-CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
-Cli = Callable[..., subprocess.CompletedProcess[str]]
+WORLD = 4
+ROWS = 8
+QUIET = ('eval.prompt_file=""', "samples.prompts=0", "checkpoint.keep_last=20")
+LINEAR = ('rl.old.decay="linear"', "data.shuffle=true")
+COPIED = ('rl.old.decay="copy"', "rl.updates_per_rollout=2", "rl.old.update_every=2", "rl.seed=3")
+INJECTED = str(Path(kill_runs.__file__).with_name("injected"))
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [promised(json.loads(line)) for line in (run / "metrics.jsonl").open()]
-
-
-def newest(run: Path) -> tuple[int, dict[str, bytes]]:
-    step, folder = list_steps(run / "checkpoints")[-1]
-    return step, tensors_of(folder)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def launch(*sets: str, steps: int = STEPS, quiet: tuple[str, ...] = QUIET) -> tuple[str, ...]:
+    chosen = (part for s in (*quiet, *sets) for part in ("--set", s))
+    return ("launch", "tiny_t2i_cpu", "--steps", str(steps), "--name", NAME, *chosen)
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody touched."""
-    folder = tmp_path_factory.mktemp("straight")
-    process = start(folder, *LAUNCH)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return folder / "runs" / "killed"
+def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
+    """The two runs that nobody touched."""
+    folder = tmp_path_factory.mktemp("clean")
+    return {
+        sets: kill_runs.straight(folder / name, launch(*sets))
+        for name, sets in (("linear", LINEAR), ("copied", COPIED))
+    }
 
 
-def family_of(process: subprocess.Popen[str], run: Path) -> tuple[list[int], dict[int, str]]:
-    """Process ids of both ranks, and name by id of every process of the run."""
-    ranks = []
-    for n in (0, 1):
-        match = None
-        while match is None:
-            assert process.poll() is None, process.communicate()
-            log = run / "logs" / "attempt_1" / f"rank_{n}.log"
-            match = re.search(rf"rank {n} of 2 on cpu, pid (\d+)", log.read_text() if log.exists() else "")
-            time.sleep(0.05)
-        ranks.append(int(match[1]))
-    children = psutil.Process(process.pid).children(recursive=True)
-    return ranks, {p.pid: " ".join(p.cmdline()).strip() for p in (psutil.Process(process.pid), *children)}
+@pytest.fixture(scope="module")
+def blows() -> Iterator[list[Blow]]:
+    """All strikes of this campaign; told at its end."""
+    dealt: list[Blow] = []
+    yield dealt
+    print(f"\n{table(dealt)}\n{sum(blow.hit for blow in dealt)} of {len(dealt)} strikes hit")
 
 
-def strike(process: subprocess.Popen[str], run: Path, who: str, signum: int, step: int, delay: float) -> str:
-    """Send the signal at the chosen moment, wait for the end of every process of the run, return its stderr."""
-    ranks, family = family_of(process, run)
-    assert set(ranks) <= set(family)
-    wait_for(run / "metrics.jsonl", rf'"step":{step},', timeout=180)
-    time.sleep(delay)
-    if who == "everybody":
-        os.killpg(process.pid, signum)
-    else:
-        os.kill(process.pid if who == "driver" else ranks[int(who[-1])], signum)
-    _, err = process.communicate(timeout=120)
-    if signum == signal.SIGKILL and who == "driver":
-        # Two helpers of Ray find out by themselves, more than a minute later, that their Ray has gone.
-        family = {pid: name for pid, name in family.items() if not name.endswith("Agent")}
-    end = time.monotonic() + 30
-    while (left := {pid: name for pid, name in family.items() if alive(pid)}) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not left
-    return err
+KILLS = {
+    "1 linear": (LINEAR, 1, [
+        ("driver", "rollout", 2), ("rank 2", "backward", 4), ("rank 0", "save", 6), ("everybody", "reward", 8),
+    ]),
+    "2 copied": (COPIED, 2, [
+        ("rank 0", "prepare", 2), ("driver", "optimizer", 5), ("rank 3", "reward", 7), ("group", "backward", 10),
+    ]),
+    "3 linear": (LINEAR, 3, [
+        ("rank 1", "optimizer", 2), ("driver", "save", 6), ("everybody", "rollout", 8), ("rank 0", "backward", 11),
+    ]),
+    "4 copied": (COPIED, 1, [
+        ("driver", "prepare", 3), ("rank 1", "save", 5), ("rank 0", "rollout", 7), ("driver", "reward", 10),
+    ]),
+    "5 linear": (LINEAR, 2, [
+        ("everybody", "save", 4), ("rank 3", "prepare", 6), ("driver", "backward", 8), ("rank 0", "optimizer", 11),
+    ]),
+}  # fmt: skip
+"""Which run, its checkpoint.every, and who is killed in which stage from which step on: every stage at least thrice."""
 
 
-def resume(cli: Cli, run: Path) -> str:
-    """Go on from the newest checkpoint, or, when that one was cut off, by the command that the refusal names."""
-    result = cli("resume", "killed")
-    if result.returncode == 5:
-        assert list_partials(run / "checkpoints")
-        named = re.search(r"the newest complete one is nftctl resume (\S+)", result.stderr)
-        assert named, result.stderr
-        result = cli("resume", named[1])
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+@pytest.mark.parametrize("run", KILLS)
+def test_killed_in_any_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path], blows: list[Blow], run: str) -> None:
+    sets, every, victims = KILLS[run]
+    strikes = [Strike(who, SIGKILL, stage, step) for who, stage, step in victims]
+    arguments = launch(*sets, f"checkpoint.every={every}")
+    blows += play(tmp_path / "struck", arguments, strikes, world=WORLD, label=run)
+    check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS)
+    kill_runs.check_prompts(tmp_path / "struck", STEPS, ROWS)
 
 
-@pytest.mark.parametrize(("who", "signum", "step", "delay"), KILLS)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, cli: Cli, straight: Path, who: str, signum: signal.Signals, step: int, delay: float
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+def test_asked_to_stop_in_any_stage(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], blows: list[Blow], signum: Signals, every: int
 ) -> None:
-    process, run = start(tmp_path, *LAUNCH), tmp_path / "runs" / "killed"
-    err = strike(process, run, who, signum, step, delay)
-    before = rows_of(run)
-    saved = list_steps(run / "checkpoints")
-    partials = list_partials(run / "checkpoints")
-    print(f"{who} {signum.name}: exit {process.returncode}, {len(before)} rows, newest {saved[-1][0]}, cut {partials}")
-    if signum in CODES:
-        assert process.returncode == CODES[signum], err
-        assert saved[-1][0] == len(before)
-        assert not partials
-    else:
-        assert process.returncode == (7 if who.startswith("rank") else -signal.SIGKILL), err
-    assert step <= len(before) < STEPS, "the signal came too late to interrupt anything"
-    assert all(verify(folder) == [] for _, folder in saved)
-    resume(cli, run)
-    assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
-    assert rows_of(run) == rows_of(straight)
-    assert newest(run) == newest(straight)
-    assert list_partials(run / "checkpoints") == []
+    """The step is finished and saved, every time, and the run goes on from there."""
+    sets, label = (LINEAR if every == 1 else COPIED), f"{signum.name[3:].lower()} every {every}"
+    order = STAGES if every == 1 else ("save", *STAGES[:-1])
+    # A shell sends Ctrl-C to the whole group, a scheduler its signal to one process.
+    whos = ("group", "driver") if signum == SIGINT else ("driver", "driver")
+    # Saved by its cadence a step is only every third time, so the rest of the time the stop itself must do it.
+    first = 3 if order[0] == "save" else 1
+    strikes = [Strike(whos[i % 2], signum, stage, first + 3 * i // 2) for i, stage in enumerate(order)]
+    blows += play(tmp_path / "struck", launch(*sets, f"checkpoint.every={every}"), strikes, world=WORLD, label=label)
+    check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS)
+    kill_runs.check_prompts(tmp_path / "struck", STEPS, ROWS)
+
+
+# ---- ends that are no clean cut
+
+
+def ended(attempt: Attempt, timeout: float = 120) -> tuple[int, float]:
+    """Exit code and seconds to the end, when nothing of the attempt is left and what it saved is whole."""
+    before = time.monotonic()
+    code = attempt.finish(timeout)
+    seconds = time.monotonic() - before
+    assert not attempt.left()
+    assert all(verify(path) == [] for _, path in list_steps(attempt.run / "checkpoints"))
+    return code, seconds
+
+
+def watched(attempt: Attempt, rank: int, stage: str, step: int) -> tuple[int, str]:
+    """Process id of a rank that has just begun the stage, and what its log said."""
+    pids = [attempt.pid_of(n) for n in range(WORLD)]
+    log = attempt.run / "logs" / "latest" / f"rank_{rank}.log"
+    with kill_runs.eager():
+        seen = kill_runs.wait_for_stage(log, stage, step, attempt.process)
+    assert seen, attempt.err
+    return pids[rank], seen
+
+
+@pytest.mark.parametrize(("first", "second"), [(SIGTERM, SIGTERM), (SIGINT, SIGINT), (SIGINT, SIGTERM)])
+def test_a_second_signal_ends_the_run_at_once(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], first: Signals, second: Signals
+) -> None:
+    arguments = launch(*LINEAR, "checkpoint.every=2")
+    attempt = Attempt(tmp_path, arguments)
+    try:
+        watched(attempt, 0, "rollout", 4)
+        os.kill(attempt.process.pid, first)
+        time.sleep(0.05)
+        os.kill(attempt.process.pid, second)
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"{first.name} and {second.name}: exit {code} after {seconds:.1f} s")
+    assert code == kill_runs.CODES[second], attempt.err
+    assert "stopped at once" in attempt.err
+    # Ray lets the driver go within a second, in which the fourth step may still end; it is not saved.
+    assert len(kill_runs.rows_of(attempt.run)) in (3, 4)
+    assert list_steps(attempt.run / "checkpoints")[-1][0] == 2
+    assert seconds < 15
+    go_on(tmp_path, arguments, clean[LINEAR])
+
+
+def go_on(folder: Path, arguments: tuple[str, ...], clean: Path) -> None:
+    last, _ = kill_runs.begin(folder, arguments)
+    assert last.finish() == 0, last.err
+    assert not last.left()
+    check_same(last.run, clean, STEPS)
+
+
+@pytest.mark.parametrize("stage", ["backward", "rollout", "prepare"])
+def test_a_rank_that_stands_still_is_named_within_the_time_out(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], stage: str
+) -> None:
+    limit = 20
+    arguments = launch(*LINEAR, "checkpoint.every=1", f"grid.collective_timeout_s={limit}", "reward.deadline_s=9")
+    attempt = Attempt(tmp_path, arguments)
+    try:
+        pid, seen = watched(attempt, 2, stage, 3)
+        os.kill(pid, SIGSTOP)
+        step = seen.split()[-1]
+        assert last_stage(attempt.run / "logs" / "latest" / "rank_2.log") == seen
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"SIGSTOP in {stage}: exit {code} after {seconds:.1f} s, time-out {limit} s")
+    assert code == 7, attempt.err
+    assert re.search(
+        rf"rank 2 did not finish step {step}, {stage} \(pid {pid} on \S+\) within the {limit} s", attempt.err
+    )
+    # The time-out, a moment to hear of all failures, and the end of Ray.
+    assert seconds < limit + 15
+    go_on(tmp_path, arguments, clean[LINEAR])
+
+
+def test_a_rank_that_crashes_is_named_with_its_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path]) -> None:
+    arguments = launch(*LINEAR, "checkpoint.every=1")
+    attempt = Attempt(tmp_path, arguments)
+    try:
+        pid, seen = watched(attempt, 1, "backward", 3)
+        os.kill(pid, SIGSEGV)
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"SIGSEGV: exit {code} after {seconds:.1f} s\n{attempt.err}")
+    assert code == 7
+    assert f"rank 1 died in step {seen.split()[-1]}, backward (pid {pid} on " in attempt.err
+    assert "Segmentation fault" in attempt.err  # from the rank's own log, whose end is shown
+    go_on(tmp_path, arguments, clean[LINEAR])
+
+
+def test_a_rank_without_memory_is_named_with_its_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path]) -> None:
+    arguments = launch(*LINEAR, "checkpoint.every=1")
+    attempt = Attempt(tmp_path, arguments, {"PYTHONPATH": INJECTED, "TEST_FAULT": "memory"})
+    try:
+        code, _ = ended(attempt)
+    finally:
+        attempt.end()
+    assert code == 7, attempt.err
+    assert re.search(
+        r"rank 1 failed in step 3, backward \(pid \d+ on \S+\): MemoryError: out of memory on purpose", attempt.err
+    )
+    go_on(tmp_path, arguments, clean[LINEAR])
+
+
+# ---- asked to stop when no step runs
+
+
+def test_sigterm_in_the_first_evaluation_ends_before_the_first_step(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, launch("checkpoint.every=1", quiet=()))
+    try:
+        watched(attempt, 0, "evaluation", 0)
+        os.kill(attempt.process.pid, SIGTERM)
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"SIGTERM in the first evaluation: exit {code} after {seconds:.1f} s")
+    assert code == 143, attempt.err
+    assert kill_runs.rows_of(attempt.run) == []
+    assert list_steps(attempt.run / "checkpoints") == list_partials(attempt.run / "checkpoints") == []
+
+
+@pytest.mark.parametrize("stage", ["evaluation", "commit"])
+def test_sigterm_between_steps_is_heard_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], blows: list[Blow], stage: str
+) -> None:
+    sets = (*LINEAR, "checkpoint.every=2", 'eval.prompt_file="embedded"', "eval.samples_per_prompt=4", "eval.every=2")
+    blow = deal(tmp_path, launch(*sets), Strike("driver", SIGTERM, stage, 2), WORLD, f"in {stage}")
+    blows.append(blow)
+    assert blow.code == 143
+    assert blow.saved == blow.rows < STEPS
+    assert blow.partials == []
+    go_on(tmp_path, launch(*sets), clean[LINEAR])
+
+
+def test_sigterm_while_the_ranks_start_ends_before_the_first_step(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, launch(*LINEAR))
+    try:
+        attempt.pid_of(WORLD - 1)
+        os.kill(attempt.process.pid, SIGTERM)
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"SIGTERM in the start: exit {code} after {seconds:.1f} s")
+    assert code == 143, attempt.err
+    assert kill_runs.rows_of(attempt.run) == []
+
+
+# ---- the disk
+
+
+def test_a_killed_slow_writer_leaves_the_pointer_at_the_checkpoint_before(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path]
+) -> None:
+    """The second checkpoint is dispatched and not yet written when everybody is killed."""
+    arguments = launch(*LINEAR, "checkpoint.every=2")
+    attempt = Attempt(tmp_path, arguments, {"PYTHONPATH": INJECTED, "TEST_FAULT": "slow-writer"})
+    checkpoints = attempt.run / "checkpoints"
+    try:
+        watched(attempt, 0, "rollout", 5)
+        for pid in (attempt.process.pid, *attempt.family()):
+            os.kill(pid, SIGKILL)
+        assert ended(attempt)[0] == -SIGKILL
+    finally:
+        attempt.end()
+    assert (checkpoints / "latest").readlink().name == "step_000002"
+    assert [step for step, _ in list_steps(checkpoints)] == [2]
+    assert [step for step, _ in list_partials(checkpoints)] == [4]
+    go_on(tmp_path, arguments, clean[LINEAR])
+    assert (checkpoints / "latest").readlink().name == f"step_{STEPS:06d}"
+
+
+def test_every_storage_fault_is_refused_and_the_mended_run_goes_on(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path]
+) -> None:
+    """Each fault once in each part of the newest checkpoint of a real run, in copies; one of them in place."""
+    arguments = launch(*LINEAR, "checkpoint.every=2")
+    blow = deal(tmp_path, arguments, Strike("driver", SIGTERM, "rollout", 6), WORLD, "to be damaged")
+    run = tmp_path / "runs" / NAME
+    newest = list_steps(run / "checkpoints")[-1][1]
+    parts = sorted(p.relative_to(newest) for p in newest.rglob("*") if p.is_file())
+    assert {part.name for part in parts} > {"manifest.json"}, parts
+    cases = [(fault, part) for fault in FAULTS for part in parts]
+    copies = tmp_path / "copies"
+    for i, (fault, part) in enumerate(cases):
+        shutil.copytree(run, copies / f"case{i}", symlinks=True)
+        fault(copies / f"case{i}" / newest.relative_to(run) / part)
+    before = snapshot(copies)
+    answers = run_all(tmp_path, [["resume", f"copies/case{i}"] for i in range(len(cases))])
+    for (fault, part), (code, said) in zip(cases, answers, strict=True):
+        assert code == 5, (fault.__name__, part, said)
+        assert part.name in said, (fault.__name__, part, said)
+    assert snapshot(copies) == before
+    print(f"{len(cases)} faults refused: {len(FAULTS)} kinds in each of {len(parts)} parts of step {blow.saved}")
+    for i, (_, part) in enumerate(cases):  # mended, each copy is again what the run is
+        broken = copies / f"case{i}" / newest.relative_to(run) / part
+        shutil.rmtree(broken) if broken.is_dir() else broken.unlink(missing_ok=True)
+        (broken.with_name(f"copy-{part.name}")).unlink(missing_ok=True)
+        shutil.copy(newest / part, broken)
+        assert verify(copies / f"case{i}" / newest.relative_to(run)) == []
+    held = (newest / parts[-1]).read_bytes()
+    (newest / parts[-1]).unlink()
+    refused = Attempt(tmp_path, ("resume", NAME))
+    assert refused.finish() == 5
+    assert parts[-1].name in refused.err
+    (newest / parts[-1]).write_bytes(held)
+    go_on(tmp_path, arguments, clean[LINEAR])
+
+
+# ---- two at once
+
+
+def test_two_runs_at_once_and_a_taken_port_do_not_meet(tmp_path: Path, clean: dict[tuple[str, ...], Path]) -> None:
+    """On one host, with the port that torch would take by default occupied."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", 29500))
+        taken.listen()
+        attempts = [Attempt(folder, launch(*LINEAR)) for folder in folders]
+        try:
+            codes = [attempt.finish(400) for attempt in attempts]
+        finally:
+            for attempt in attempts:
+                attempt.end()
+    assert codes == [0, 0], [attempt.err for attempt in attempts]
+    for attempt in attempts:
+        check_same(attempt.run, clean[LINEAR], STEPS)

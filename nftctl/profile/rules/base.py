@@ -1,11 +1,25 @@
-"""What the run starts from: the base weights, and the VAE and tokenizer that the base may lack."""
+"""What the run starts from: the base weights, its text encoders, and the VAE and tokenizer that it may lack."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
-from nftctl.profile.artifacts import exists, is_folder, is_vae, local
+from nftctl.profile.artifacts import (
+    exists,
+    hub_id,
+    is_file,
+    is_folder,
+    is_vae,
+    local,
+    pixels_per_latent,
+    read_object,
+    read_weights,
+)
+from nftctl.profile.hub import is_offline
 from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.t2i import T2I_PROFILES
+from nftctl.tensorfile import TRANSFORMERS_STEM
 
 
 def _missing(facts: Facts) -> Iterator[Problem]:
@@ -19,31 +33,41 @@ def _missing(facts: Facts) -> Iterator[Problem]:
 
 
 def _hub(facts: Facts) -> Iterator[Problem]:
-    if facts.base.kind == "hub":
-        repository, _, revision = facts.profile.rl.init_from.partition("@")
-        message = "rl.init_from names a hub repository, and this release loads local folders only"
-        help = f"download {repository} at revision {revision} and give the folder"
-        yield Problem("rl.init_from", message, help)
+    value = facts.profile.rl.init_from
+    hub = hub_id(value)
+    if facts.base.kind == "hub" and hub is not None:
+        lacks = "is not in the local cache of downloads"
+        if facts.base.reason:
+            lacks = f"is not whole in the local cache of downloads: {facts.base.reason}"
+        way = "HF_HUB_OFFLINE is set; without it" if is_offline() else "nftctl launch downloads it, or now"
+        yield Problem("rl.init_from", f'rl.init_from = "{value}" {lacks}', f"{way}: {hub.command()}")
 
 
 def _dcp(facts: Facts) -> Iterator[Problem]:
     if facts.base.kind == "dcp":
-        message = "rl.init_from is a distributed checkpoint, and this release loads bases in diffusers layout only"
-        yield Problem("rl.init_from", message, "convert it to a diffusers folder and give that")
+        value = facts.profile.rl.init_from
+        message = "rl.init_from is a distributed checkpoint, and a base is read from diffusers layout only"
+        source, target = shlex.quote(value), shlex.quote(f"{value.rstrip('/')}-diffusers")
+        help = f"nftctl convert {source} {target} --like BASE, where BASE is the base that it came from; then name that"
+        yield Problem("rl.init_from", message, help)
 
 
 def _family(facts: Facts) -> Iterator[Problem]:
     if facts.base.kind != "diffusers" or facts.contract is None:
         return
-    found = facts.base.transformer_class()
-    if found and found != facts.contract.transformer:
+    if facts.other_family:
+        found = facts.base.transformer_class()
         message = f'rl.init_from holds a {found}, and rl.profile = "{facts.contract.name}" needs a '
-        yield Problem("rl.init_from", message + facts.contract.transformer)
+        fitting = [contract.name for contract in T2I_PROFILES.values() if contract.transformer == found]
+        help = f"for this base rl.profile is one of {', '.join(fitting)}" if fitting else ""
+        yield Problem("rl.init_from", message + facts.contract.transformer, help)
 
 
 def _weights(facts: Facts) -> Iterator[Problem]:
     if facts.weights.reason:
-        yield Problem("rl.init_from", f"rl.init_from holds no weights that can be read: {facts.weights.reason}")
+        hub = hub_id(facts.profile.rl.init_from)
+        message = f"rl.init_from holds no weights that can be read: {facts.weights.reason}"
+        yield Problem("rl.init_from", message, hub.command() if hub else "")
 
 
 def _vae(facts: Facts) -> Iterator[Problem]:
@@ -52,26 +76,88 @@ def _vae(facts: Facts) -> Iterator[Problem]:
         lacks = "has no config.json" if exists(local(value)) else "is not there"
         yield Problem("model.vae", f'model.vae = "{value}" {lacks}', "the folder of a VAE in diffusers layout")
     contract, base = facts.contract, facts.base
-    needed = contract is not None and contract.needs_vae and base.kind in ("unset", "diffusers")
+    # A base that brings its text encoders brings its VAE as well, so nothing is asked for before there is a base.
+    asked = ("diffusers",) if contract is not None and contract.text_parts else ("unset", "diffusers")
+    needed = contract is not None and contract.needs_vae and base.kind in asked
     if not value and (base.kind == "dcp" or (needed and not is_vae(base.folder / "vae"))):
         message = "model.vae is required: there is none in rl.init_from"
         yield Problem("model.vae", message, "the folder of a VAE in diffusers layout")
 
 
+def _decode_mode(facts: Facts) -> Iterator[Problem]:
+    if facts.base.kind != "diffusers" or not facts.base.latents_are_pixels():
+        return
+    model = facts.profile.model
+    for key, asked in (("model.decode_slicing", model.decode_slicing), ("model.decode_tiling", model.decode_tiling)):
+        if asked:
+            message = f"{key} is for a VAE, and the latents of rl.init_from are pixels: nothing is decoded"
+            yield Problem(key, message, "remove the key")
+
+
+def _media(facts: Facts) -> Iterator[Problem]:
+    """Sides that the contract allows and this base cannot make."""
+    contract, base, model = facts.contract, facts.base, facts.profile.model
+    vae = local(model.vae) if model.vae else base.folder / "vae"
+    if contract is None or base.kind != "diffusers" or facts.other_family or not is_vae(vae):
+        return
+    multiple = pixels_per_latent(read_object(vae / "config.json"), contract.family)
+    smallest, largest, step = contract.sides
+    if contract.family == "sd3":
+        config = base.transformer_config()
+        patch, table = config.get("patch_size", 2), config.get("pos_embed_max_size", 96)
+        if type(patch) is int and type(table) is int:
+            multiple, largest = multiple * patch, min(largest, multiple * patch * table)
+    for key, side in (("model.height", model.height), ("model.width", model.width)):
+        if side < smallest or side > contract.sides[1] or side % step:
+            continue  # the contract's own word
+        if side % multiple:
+            yield Problem(key, f"{key} must be a multiple of {multiple} for this base and its VAE, got {side}")
+        elif side > largest:
+            yield Problem(key, f"{key} = {side}, and this base has positions for {largest} pixels at most")
+
+
 def _tokenizer(facts: Facts) -> Iterator[Problem]:
-    value = facts.profile.model.tokenizer
+    value, base = facts.profile.model.tokenizer, facts.base
+    if facts.contract is not None and facts.contract.text_parts:
+        lacking = [folder for _, folder in facts.text_parts if not base.has(folder)]
+        if base.kind == "diffusers" and lacking:
+            message = f"rl.init_from has no {' and no '.join(lacking)}: each text encoder needs its tokenizer"
+            yield Problem("rl.init_from", message)
+        return
     if value and not is_folder(local(value)):
         yield Problem("model.tokenizer", f'model.tokenizer = "{value}" is not a folder')
-    if not value and facts.base.kind in ("dcp", "diffusers") and not facts.base.has("tokenizer", "text_tokenizer"):
+    if not value and base.kind in ("dcp", "diffusers") and not base.has("tokenizer", "text_tokenizer"):
         yield Problem("model.tokenizer", "model.tokenizer is required: there is none in rl.init_from")
+
+
+def _text_encoder(facts: Facts) -> Iterator[Problem]:
+    if facts.base.kind != "diffusers":
+        return
+    for part, _ in facts.text_parts:
+        folder = facts.base.folder / part
+        reason = read_weights(folder, TRANSFORMERS_STEM).reason
+        if not is_file(folder / "config.json"):
+            reason = f"{folder} has no config.json"
+        if reason:
+            help = "model.t5 = false runs without it" if part == "text_encoder_3" else ""
+            yield Problem("rl.init_from", f"rl.init_from lacks a text encoder: {reason}", help)
 
 
 RULES = (
     Rule("init-from-missing", "Training starts from a base, never from scratch.", _missing),
-    Rule("init-from-hub", "This release loads local folders only.", _hub),
-    Rule("init-from-dcp", "This release loads bases in diffusers layout only.", _dcp),
+    Rule("init-from-hub", "A base on the hub is read from the local cache of downloads.", _hub),
+    Rule(
+        "init-from-dcp",
+        "A base is read from diffusers layout; nftctl convert makes one of a distributed checkpoint.",
+        _dcp,
+    ),
     Rule("init-from-family", "The base is of the family that the named contract is for.", _family),
     Rule("init-from-weights", "The base's weights are whole safetensors files.", _weights),
     Rule("vae-missing", "Latents are decoded by a VAE, the base's own or a named one.", _vae),
+    Rule(
+        "media-shape", "An image is whole latents and patches, and no larger than the base has positions for.", _media
+    ),
+    Rule("decode-mode", "What is decoded by no VAE is neither sliced nor tiled.", _decode_mode),
+    Rule("text-encoder-missing", "Prompts are read by the text encoders that come with the base.", _text_encoder),
     Rule("tokenizer-missing", "Prompts are read through a tokenizer, the base's own or a named one.", _tokenizer),
 )

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from nftctl.profile.adapter import selected
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:layers|transformer_blocks)\.(\d+|\*)\.")
 
 
 def _nothing(facts: Facts) -> Iterator[Problem]:
     """Against the names in the base's headers; what no base of the family has is the contract's word."""
     modules, contract = facts.denoiser_modules, facts.contract
-    if contract is None or not facts.weights.shapes:
+    if contract is None or facts.other_family or not facts.weights.shapes:
         return
     for target in facts.profile.model.lora.targets:
         allowed = contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target)
@@ -32,12 +32,23 @@ def _scope(facts: Facts) -> Iterator[Problem]:
             yield Problem("model.lora.targets", message, targets(facts))
 
 
+def _unused(facts: Facts) -> Iterator[Problem]:
+    given = [
+        key
+        for key, origin in facts.resolved.origins.items()
+        if key.startswith("model.lora.") and origin.source != "default"
+    ]
+    if facts.profile.model.train == "full" and given:
+        message = f'model.train = "full" trains all weights of the denoiser, so {", ".join(given)} has no effect'
+        yield Problem("model.train", message, 'remove model.lora, or train = "lora"')
+
+
 def targets(facts: Facts) -> str:
     """The targets that exist: as the base's headers list them, else as the contract does."""
     modules = facts.denoiser_modules
     if not modules:
         names = facts.contract.lora.denoiser if facts.contract else ()
-        return f"the denoiser has {', '.join(name.removeprefix('layers.*.') for name in names)}"
+        return f"the denoiser has {', '.join(_LAYER.sub('', name) for name in names)}"
     layers = {int(found[1]) for name in modules if (found := _LAYER.match(name))}
     inside = dict.fromkeys(_LAYER.sub("", name) for name in sorted(modules) if _LAYER.match(name))
     outside = [name for name in sorted(modules) if not _LAYER.match(name)]
@@ -48,4 +59,5 @@ def targets(facts: Facts) -> str:
 RULES = (
     Rule("lora-matches-nothing", "Every LoRA target is the name of a module that the base has.", _nothing),
     Rule("lora-touches-prompt-encoder", "An adapted prompt encoder would make its cached output stale.", _scope),
+    Rule("lora-unused", "What configures an adapter says nothing where none is trained.", _unused, "warning"),
 )

@@ -69,12 +69,32 @@ def _contradicted(facts: Facts) -> Iterator[Problem]:
         ("model.resolution_template", model.resolution_template),
     ):
         if on and not contract.templates:
-            yield Problem(key, f"{says} only false for {key}: its tokenizer knows no such words")
+            yield Problem(key, f"{says} only false for {key}: prompts are read as they are")
+    if contract.text_parts and model.tokenizer:
+        message = f"{says} no model.tokenizer: the tokenizers come with the text encoders of rl.init_from"
+        yield Problem("model.tokenizer", message)
+    if not contract.text_parts and not model.t5:
+        yield Problem("model.t5", f"{says} only true for model.t5: its bases have no T5")
     for target in model.lora.targets:
         if not contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target):
             yield Problem("model.lora.targets", f'{says} no LoRA target "{target}"', targets(facts))
     if not model.lora.targets:
         yield Problem("model.lora.targets", f"{says} no empty list of LoRA targets", targets(facts))
+
+
+def _shift(facts: Facts) -> Iterator[Problem]:
+    contract, rl, model = facts.contract, facts.profile.rl, facts.profile.model
+    if contract is None or not contract.sampler_shift[0] <= rl.sampler_shift <= contract.sampler_shift[1]:
+        return
+    short = min(model.height, model.width)
+    own = contract.shift_for(short)
+    if own is not None and own != rl.sampler_shift:
+        tiers = ", ".join(f"{shift:g} at {side}" for side, shift in contract.shifts)
+        known = f" (its sizes: {tiers})" if len(contract.shifts) > 1 else ""
+        message = (
+            f"rl.sampler_shift = {rl.sampler_shift:g}, and this family's own is {own:g} for a short side of {short}"
+        )
+        yield Problem("rl.sampler_shift", message + known, f"rl.sampler_shift = {own:g}, unless the other is meant")
 
 
 RULES = (
@@ -84,4 +104,5 @@ RULES = (
     Rule("rl-profile-missing", "An image run names the contract it is held to.", _missing),
     Rule("rl-profile-unknown", "An image run names a contract that exists.", _unknown),
     Rule("rl-profile-contradicted", "No value lies outside what the named contract allows.", _contradicted),
+    Rule("shift-for-size", "A family is sampled with the shift that it learned at that size.", _shift, "warning"),
 )

@@ -51,6 +51,12 @@ def _reference(facts: Facts) -> Iterator[Problem]:
         yield Problem("rl.ref.update_every", f"rl.ref.update_every must be 0, got {found}: the reference is frozen")
 
 
+def _average(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.eval.weights == "ema" and facts.profile.rl.ema_decay == 0:
+        message = 'eval.weights = "ema", and this run keeps no average of the policy'
+        yield Problem("eval.weights", message, "rl.ema_decay = 0.9 keeps one")
+
+
 def _bounds(facts: Facts) -> Iterator[Problem]:
     rl = facts.profile.rl
     if not rl.advantage_low < 0:
@@ -126,6 +132,7 @@ RULES = (
     Rule("reference-not-frozen", "The reference never moves.", _reference),
     Rule("advantage-bounds", "The clamp leaves room on both sides of zero.", _bounds),
     Rule("timestep-law", "Training timesteps follow one law, and the grid has enough of them.", _timesteps),
+    Rule("ema-missing", "An average of the policy is there to be evaluated.", _average),
     Rule("max-steps-missing", "A run has an end.", _max_steps),
     Rule("optimizer-betas", "Moment decays lie in [0, 1).", _betas),
     Rule("old-decay-flat", "A delayed law that never sets in is another law.", _flat, "warning"),

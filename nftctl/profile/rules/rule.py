@@ -84,6 +84,19 @@ class Facts:
         """Linear modules of the base's denoiser, name -> (out, in); empty where they cannot be known."""
         return denoiser_modules(self.weights.shapes, self.contract.lora) if self.contract else {}
 
+    @property
+    def other_family(self) -> bool:
+        """Whether the base declares a transformer that the contract is not for; then nothing else in it is judged."""
+        found = self.base.transformer_class()
+        return bool(found) and self.contract is not None and found != self.contract.transformer
+
+    @property
+    def text_parts(self) -> list[tuple[str, str]]:
+        """Folders of the text encoders that the run uses, with their tokenizers'."""
+        if self.contract is None or self.other_family:
+            return []
+        return self.base.used_text_parts(self.contract.text_parts, t5=self.profile.model.t5)
+
     @cached_property
     def prompt_files(self) -> list[PromptFile]:
         """The training prompts and, if there are any, the evaluation prompts."""

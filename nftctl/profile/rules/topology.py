@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nftctl.profile.endpoint import CLIENT_MODE, CLIENT_MODE_HELP, endpoint
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 
 
@@ -39,9 +40,15 @@ def _group_size(facts: Facts) -> Iterator[Problem]:
 
 def _address(facts: Facts) -> Iterator[Problem]:
     address = facts.profile.grid.address
-    if address != "local":
-        message = f'grid.address = "{address}" would join a Ray cluster, which this release does not do'
-        yield Problem("grid.address", message, help="remove the key: the run starts a Ray of its own on this machine")
+    if address in ("local", "auto"):
+        return
+    try:
+        endpoint(address)
+    except ValueError as error:
+        help = "remove the key: the run then starts a Ray of its own on this machine"
+        if address.startswith(CLIENT_MODE):
+            help = CLIENT_MODE_HELP
+        yield Problem("grid.address", f'grid.address = "{address}" {error}', help)
 
 
 def _role_shape(facts: Facts) -> Iterator[Problem]:
@@ -68,6 +75,10 @@ RULES = (
     Rule("grid-placement", "The actors form one distributed FSDP world.", _placement),
     Rule("gpus-per-role", "Colocated roles take no GPUs of their own.", _gpus_per_role),
     Rule("group-size", "An advantage compares at least two samples of a prompt.", _group_size),
-    Rule("grid-address", "This release runs on one machine, in a Ray of its own.", _address),
+    Rule(
+        "grid-address",
+        "A run has a Ray of its own, or joins one as a member: local, auto or HOST:PORT, never ray://.",
+        _address,
+    ),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
 )

@@ -1,0 +1,173 @@
+"""Stable Diffusion 3's prompt encoder: CLIP-L, CLIP-G and, where there is one, T5, run by diffusers' own pipeline.
+
+All prompts get the same number of tokens, so a batch needs neither padding nor mask. Refuses encoders whose widths the
+transformer does not read, tokenizers that make other ids than their encoder embeds, and files other than safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor, nn
+from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderModel
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.model.family import Conditioning
+from nftctl.model.remembered import CACHE_BYTES, Remembered
+
+T5_TOKENS = 256
+"""Tokens of the T5 part, as many as the pipeline's default; without T5 they are zeros, as upstream has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptEmbeds(Conditioning):
+    """What the transformer reads of prompts: embeds [B, L, width] and pooled [B, pooled width]."""
+
+    embeds: Tensor
+    pooled: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.embeds.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeds.nbytes + self.pooled.nbytes
+
+    @classmethod
+    def batch(cls, parts: Sequence[Self]) -> Self:
+        return cls(torch.cat([part.embeds for part in parts]), torch.cat([part.pooled for part in parts]))
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """Text encoders, each with its tokenizer, in the pipeline's order. `t5` is None where the base or run has none."""
+
+    clip_l: tuple[Any, Any]
+    clip_g: tuple[Any, Any]
+    t5: tuple[Any, Any] | None
+
+    def encoders(self) -> list[Any]:
+        """The encoders that there are."""
+        return [pair[0] for pair in (self.clip_l, self.clip_g, self.t5) if pair is not None]
+
+
+class Sd3PromptEncoder:
+    """The frozen encoders behind `StableDiffusion3Pipeline.encode_prompt`, with a bounded memory.
+
+    Each prompt runs alone, so its embeddings do not depend, bit for bit, on which prompts came with it. The branch
+    does not matter either: a negative prompt is a prompt.
+    """
+
+    def __init__(self, parts: TextParts, transformer: Any, device: torch.device, *, cache_bytes: int = CACHE_BYTES):
+        self.parts = parts
+        for module in parts.encoders():
+            module.requires_grad_(False).eval()
+        t5, t5_tokenizer = parts.t5 or (None, None)
+        pipeline: Any = StableDiffusion3Pipeline
+        # Of the transformer it reads one number, the width of the zeros that stand in for a missing T5.
+        self.pipeline = pipeline(
+            transformer=transformer, scheduler=None, vae=None,
+            text_encoder=parts.clip_l[0], tokenizer=parts.clip_l[1],
+            text_encoder_2=parts.clip_g[0], tokenizer_2=parts.clip_g[1],
+            text_encoder_3=t5, tokenizer_3=t5_tokenizer,
+        )  # fmt: skip
+        self.device = device
+        self._remembered: Remembered[str, PromptEmbeds] = Remembered(cache_bytes)
+
+    @property
+    def encoded(self) -> int:
+        """Prompts really run through the encoders so far."""
+        return self._remembered.made
+
+    def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
+        """Return the embeddings of each prompt, in order; equal prompts share one object."""
+        unique = {prompt: self._one(prompt) for prompt in dict.fromkeys(prompts)}
+        return [unique[prompt] for prompt in prompts]
+
+    def _one(self, prompt: str) -> PromptEmbeds:
+        return self._remembered.get(prompt, lambda: self._run(prompt))
+
+    @torch.no_grad()
+    def _run(self, prompt: str) -> PromptEmbeds:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=[prompt], prompt_2=None, prompt_3=None, device=self.device, do_classifier_free_guidance=False,
+            max_sequence_length=T5_TOKENS,
+        )  # fmt: skip
+        return PromptEmbeds(embeds, pooled)
+
+
+def load_text_parts(base: Path, *, t5: bool, dtype: torch.dtype, device: torch.device) -> TextParts:
+    """The text encoders and tokenizers of a base folder; without the third pair where `t5` is false."""
+    clip: Any = CLIPTextModelWithProjection
+    return TextParts(
+        _pair(base, "", clip, dtype, device),
+        _pair(base, "_2", clip, dtype, device),
+        _pair(base, "_3", T5EncoderModel, dtype, device) if t5 else None,
+    )
+
+
+def _pair(base: Path, suffix: str, model: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    encoder = _load_encoder(base / f"text_encoder{suffix}", model, dtype).to(device)
+    folder = base / f"tokenizer{suffix}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointUnusable(f"no tokenizer can be read from {folder}: {error}") from error
+    if len(tokenizer) > encoder.config.vocab_size:
+        raise CheckpointUnusable(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, its encoder embeds {encoder.config.vocab_size}",
+            hint="take tokenizer and text encoder from the same base folder",
+        )
+    return encoder, tokenizer
+
+
+def _load_encoder(folder: Path, model: Any, dtype: torch.dtype) -> Any:
+    name = model.__name__
+    try:
+        encoder, info = model.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointUnusable(f"no {name} can be read from {folder}: {error}") from error
+    names = [*info["missing_keys"], *info["unexpected_keys"], *(str(m[0]) for m in info["mismatched_keys"])]
+    if names:
+        raise CheckpointUnusable(f"the weights in {folder} do not match their config: {', '.join(sorted(names))}")
+    return encoder
+
+
+def check_widths(parts: TextParts, transformer: Any, base: Path) -> None:
+    """Refuse encoders that do not fit the transformer: upstream would crop wider embeddings without a word."""
+    clips = [parts.clip_l[0].config, parts.clip_g[0].config]
+    joint, pooled = int(transformer.joint_attention_dim), int(transformer.pooled_projection_dim)
+    wrong = []
+    if sum(clip.hidden_size for clip in clips) > joint:
+        wrong.append(
+            f"the CLIP encoders give {sum(clip.hidden_size for clip in clips)} numbers a token, at most {joint}"
+        )
+    if sum(clip.projection_dim for clip in clips) != pooled:
+        wrong.append(f"the CLIP encoders pool {sum(clip.projection_dim for clip in clips)} numbers, not {pooled}")
+    if parts.t5 is not None and parts.t5[0].config.d_model != joint:
+        wrong.append(f"T5 gives {parts.t5[0].config.d_model} numbers a token, not {joint}")
+    positions = min(clip.max_position_embeddings for clip in clips)
+    if parts.clip_l[1].model_max_length > positions:
+        wrong.append(
+            f"the tokenizer pads to {parts.clip_l[1].model_max_length} tokens, the CLIP encoders read {positions}"
+        )
+    if wrong:
+        raise CheckpointUnusable(f"{base}: the transformer cannot read these text encoders: {'; '.join(wrong)}")
+
+
+def linear_names(parts: TextParts) -> frozenset[str]:
+    """Names of the linear modules of the encoders, which no adapter may go into."""
+    return frozenset(
+        name
+        for encoder in parts.encoders()
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear)
+    )

@@ -1,0 +1,101 @@
+"""Tensors in safetensors files, read whole and one at a time, whatever blocks and files they are spread over.
+
+Reads bytes, not numbers, so that any dtype comes through as it is. Refuses a tensor whose blocks do not cover it once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from nftctl.errors import CheckpointUnusable
+from nftctl.run.tensors import Block, compare_tensors, read_blocks
+from nftctl.tensorfile import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+CHUNK = 1 << 24
+"""Bytes that are read at once where a tensor need not be whole in memory."""
+
+Form = tuple[str, tuple[int, ...]]
+"""Dtype in safetensors' spelling, and shape."""
+
+
+class TensorSource(Protocol):
+    """Named tensors that can be read one after the other."""
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """Dtype and shape of each, by name."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor in row-major order, little-endian, in pieces."""
+        ...
+
+
+class StoredTensors:
+    """The tensors of these files by name."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        paths = sorted(paths)
+        self._blocks: dict[str, list[Block]] = {}
+        for path in paths:
+            for name, block in read_blocks(path):
+                self._blocks.setdefault(name, []).append(block)
+        self.forms: dict[str, Form] = {name: _whole(blocks) for name, blocks in self._blocks.items()}
+        announced = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in self.forms.items()}
+        problems = compare_tensors(paths, announced, root=paths[0].parent if paths else Path())
+        if problems:
+            raise CheckpointUnusable("; ".join(problem.replace(", the manifest says", " and") for problem in problems))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor, in pieces of a bounded size where it lies in one block."""
+        blocks = self._blocks[name]
+        if len(blocks) == 1:
+            yield from read_range(blocks[0].path, blocks[0].info.begin, blocks[0].info.end)
+        else:
+            yield self.read(name).tobytes()
+
+    def read(self, name: str) -> npt.NDArray[np.void]:
+        """The whole tensor as an array of its shape whose items are raw bytes."""
+        import numpy as np
+
+        dtype, shape = self.forms[name]
+        whole = np.empty(shape, dtype=f"V{ITEM_BYTES[dtype]}")
+        for block in self._blocks[name]:
+            data = b"".join(read_range(block.path, block.info.begin, block.info.end))
+            part = np.frombuffer(data, whole.dtype).reshape(block.shape)
+            whole[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.shape, strict=True))] = part
+        return whole
+
+
+def _whole(blocks: list[Block]) -> Form:
+    """The form of the tensor that the blocks are parts of, as far as they reach."""
+    dims = max(len(block.shape) for block in blocks)
+    ends = [tuple(o + n for o, n in zip(b.offsets, b.shape, strict=True)) for b in blocks if len(b.shape) == dims]
+    return blocks[0].dtype, tuple(max(column) for column in zip(*ends, strict=True))
+
+
+def read_range(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    """A stretch of a file in pieces. Raises CheckpointUnusable when the file ends before."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(begin)
+            while begin < end:
+                piece = stream.read(min(CHUNK, end - begin))
+                if not piece:
+                    raise CheckpointUnusable(f"{path} became shorter while it was read")
+                begin += len(piece)
+                yield piece
+    except OSError as error:
+        raise CheckpointUnusable(f"cannot read {path}: {error.strerror}") from error
+
+
+def form_bytes(form: Form) -> int:
+    """Bytes of a tensor of this form."""
+    return math.prod(form[1]) * ITEM_BYTES[form[0]]

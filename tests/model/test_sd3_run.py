@@ -1,0 +1,85 @@
+"""A Stable Diffusion 3 base through the installed command: two ranks, a scorer, a checkpoint, and a bitwise resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from .sd3_bases import write_sd3_base
+
+pytestmark = pytest.mark.ray
+
+PROFILE = """
+extends = "sd35m_nft_paper_2gpu"
+[rl]
+init_from = "base"
+sample_steps = 3
+timesteps_per_sample = 2
+guidance = 2
+[model]
+height = 256
+width = 272
+dtype = "float32"
+rollout_micro_batch = 2
+train_micro_batch = 3
+[data]
+prompt_file = "prompts.txt"
+rows_per_step = 3
+[[reward.providers]]
+name = "light"
+kind = "embedded"
+scorer = "brightness"
+[logging]
+tensorboard = false
+[samples]
+prompts = 0
+[checkpoint]
+every = 1
+"""
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Metrics without what differs between any two runs."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    return [{k: v for k, v in row.items() if not k.startswith(("timer/", "system/"))} for row in lines]
+
+
+def state(run: Path, step: int) -> dict[str, bytes]:
+    files = sorted((run / "checkpoints" / f"step_{step:06d}" / "state").glob("*.safetensors"))
+    return {name: t.numpy().tobytes() for file in files for name, t in load_file(file).items()}
+
+
+def test_two_steps_and_one_more_are_three_straight(
+    tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    write_sd3_base(tmp_path / "base", pos_embed_max_size=18)
+    (tmp_path / "prompts.txt").write_text("a red seven\na blue cat\nrain\na house by the sea\n")
+    (tmp_path / "tiny.toml").write_text(PROFILE)
+    said = ""
+    for arguments in (
+        ("launch", "tiny.toml", "--steps", "3", "--name", "straight"),
+        ("launch", "tiny.toml", "--steps", "2", "--name", "parted"),
+        ("resume", "parted", "--steps", "3"),
+    ):
+        result = cli(*arguments, "--json")
+        assert result.returncode == 0, result.stderr
+        said += result.stderr
+    assert said.count("127 of 127 base tensors") == 3  # the table of positions among them
+    straight, parted = tmp_path / "runs" / "straight", tmp_path / "runs" / "parted"
+    assert [row["step"] for row in rows(parted)] == [1, 2, 3]
+    assert rows(straight) == rows(parted)
+    assert all(
+        row["train/grad_norm"] > 0 and row["forwards/planned"] == row["forwards/executed"] for row in rows(parted)
+    )
+    # Old differs from the policy from the second step on, and both are in the checkpoint with the optimizer's moments.
+    assert rows(parted)[2]["train/old_gap"] > 0
+    whole = state(straight, 3)
+    assert len(whole) == 5 * 2 * (3 * 8 - 1)
+    assert whole == state(parted, 3)
+    assert whole != state(straight, 2)
