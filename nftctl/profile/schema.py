@@ -110,7 +110,8 @@ class Rl(Section):
     profile: str = ""
     """Named text-to-image contract; required for images, empty for video."""
     init_from: str = ""
-    """Base weights: `embedded`, a diffusers folder, a DCP folder, or a hub id with `@revision`."""
+    """Base weights: `embedded`, a diffusers folder, or a hub id `org/name@revision`, which is read from the local cache
+    and pinned to its commit. A DCP folder goes through `nftctl convert` first."""
     init_keys_to_skip_loading: list[str] = []
     """Substrings of parameter names that keep their seeded initialisation at a fresh launch."""
     group_size: int = 4

@@ -71,3 +71,12 @@ def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], code: int, 
     assert (answer.returncode, answer.stdout) == (code, "")
     assert message in answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "full"]
+
+
+def test_a_profile_that_names_a_distributed_checkpoint_is_told_the_command(tmp_path: Path) -> None:
+    (tmp_path / "my dcp").mkdir()
+    (tmp_path / "my dcp/model-00001-of-00001.safetensors").write_bytes(b"")
+    answer = nftctl("validate", "--set", "rl.init_from=my dcp", cwd=tmp_path)
+    assert answer.returncode == 3
+    assert "error[init-from-dcp]" in answer.stderr
+    assert "help: nftctl convert 'my dcp' 'my dcp-diffusers' --like BASE, where BASE is the base" in answer.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from nftctl.cli.console import Console
 from nftctl.cli.validate import load_checked
@@ -59,8 +60,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of downloads that the library looks into; no network."""
     place = tmp_path / "home" / "hub"
     place.mkdir(parents=True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(place))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return place
 
 
@@ -106,7 +107,7 @@ def test_a_base_that_is_not_there_is_refused_with_the_command_that_fetches_it(
     command = "hf download some-org/some-base --revision main --include '*/*.safetensors' --include '*.json' "
     assert finding.help.startswith(f"HF_HUB_OFFLINE is set; without it: {command}")
     assert not any(word in finding.help for word in (".bin", ".pt", ".pkl", ".ckpt"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     (finding,) = check(load({"rl.init_from": ID}))
     assert finding.help.startswith(f"nftctl launch downloads it, or now: {command}")
 
@@ -160,7 +161,7 @@ def network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return str(put_snapshot(hub, FIRST))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return asked
 
 
@@ -195,7 +196,7 @@ def test_nothing_is_fetched_for_a_profile_with_other_faults_nor_by_validate_nor_
     load({"rl.init_from": ID})
     with pytest.raises(ProfileRefused):
         load_checked(Console(), "profile.toml", [], {})
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ProfileRefused):
         load_checked(Console(), "profile.toml", [], {}, fetch=True)
     assert network == []

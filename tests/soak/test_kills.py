@@ -32,7 +32,7 @@ ROWS = 8
 QUIET = ('eval.prompt_file=""', "samples.prompts=0", "checkpoint.keep_last=20")
 LINEAR = ('rl.old.decay="linear"', "data.shuffle=true")
 COPIED = ('rl.old.decay="copy"', "rl.updates_per_rollout=2", "rl.old.update_every=2", "rl.seed=3")
-INJECTED = str(Path(kill_runs.__file__).with_name("injected"))
+INJECTED = os.pathsep.join((str(Path(kill_runs.__file__).with_name("injected")), os.environ.get("PYTHONPATH", "")))
 
 
 def launch(*sets: str, steps: int = STEPS, quiet: tuple[str, ...] = QUIET) -> tuple[str, ...]:
