@@ -12,7 +12,16 @@ from typing import Annotated
 
 import typer
 
-from nftctl.cli import completion
+from nftctl.cli import completion, model_commands
+from nftctl.cli.options import (
+    CheckpointArgument,
+    DryRunOption,
+    JsonOption,
+    ProfileArgument,
+    QuietOption,
+    SetOption,
+    refuse_empty,
+)
 from nftctl.errors import UsageRefused
 
 COMMANDS = (
@@ -50,49 +59,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-ProfileArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PROFILE",
-        show_default=False,
-        autocompletion=completion.profile_names,
-        help="A .toml file, the name of a bundled profile, or - for stdin. "
-        "Default: $NFTCTL_PROFILE, then ./profile.toml, then tiny_t2i_cpu.",
-    ),
-]
-
-
-def _refuse_empty(value: str | None) -> str | None:
-    """An unset variable of a script must not name the working folder."""
-    if value is not None and not value.strip():
-        raise UsageRefused(
-            "the name of the checkpoint is empty", hint="give a run's name or a folder; the one you are in is `.`"
-        )
-    return value
-
-
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        callback=_refuse_empty,
-        autocompletion=completion.checkpoint_names,
-        help="A step folder, a checkpoints folder, a run folder, or the name of a run.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        autocompletion=completion.set_keys,
-        help="Override one value, written as in TOML; repeatable.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no talk; warnings and errors stay.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan; start and write nothing.")]
 
 
 def _answer_version(wanted: bool) -> None:
@@ -232,7 +198,7 @@ def inspect_checkpoint(
         typer.Option(
             "--diff",
             metavar="OTHER",
-            callback=_refuse_empty,
+            callback=refuse_empty,
             autocompletion=completion.checkpoint_names,
             help="Say what differs from this checkpoint, named like CHECKPOINT; verifies both. "
             "The exit code is 0 whether they differ or not.",
@@ -389,151 +355,4 @@ def init(
     command(path, base, json=json)
 
 
-OutArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", help="A new folder; one that holds something is never written to.")
-]
-BaseOption = Annotated[
-    str,
-    typer.Option(
-        "--base", metavar="FOLDER", show_default=False, help="Where the base is now. Default: where the run had it."
-    ),
-]
-
-
-@app.command(
-    epilog="""\b
-Examples:
-  nftctl export first --to lora first-lora
-  nftctl export runs/first/checkpoints/step_000100 --to merged first-merged
-  nftctl export first --to diffusers --weights old pipeline --base /models/Cosmos3-Nano"""
-)
-def export(
-    checkpoint: CheckpointArgument,
-    out: OutArgument,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="FORM",
-            autocompletion=completion.one_of("lora", "merged", "diffusers"),
-            help="lora: the adapter alone. merged: a whole pipeline with the adapter folded in. "
-            "diffusers: the base as it is with the adapter beside it.",
-        ),
-    ],
-    weights: Annotated[
-        str,
-        typer.Option(
-            "--weights",
-            metavar="NAME",
-            autocompletion=completion.one_of("policy", "old", "ema"),
-            help="policy; old: the copy that samples in training; ema: the running average, where one is kept.",
-        ),
-    ] = "policy",
-    base: BaseOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Write a checkpoint as a folder that diffusers loads."""
-    from nftctl.cli.export import export as command
-
-    command(checkpoint, out, to=to, weights=weights, base=base, json=json)
-
-
-@app.command(
-    epilog="""\b
-Examples:
-  nftctl sample first
-  nftctl sample first --prompt "a red bus" --prompt "two cats" --seed 7 --out cats.png
-  nftctl sample first --prompt-file held_out.txt --weights base,policy --images singles"""
-)
-def sample(
-    checkpoint: CheckpointArgument,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="A row of the grid; repeatable. Default: the run's own grid."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", metavar="FILE", help="A .txt or .jsonl with a row in each line.")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights", metavar="LIST", help="The columns, by default all that there are: base,old,ema,policy."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", min=0, metavar="N", help="Root of the noise. Default: the run's eval.seed."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, metavar="N", help="Sampler steps. Default: as the run evaluates.")
-    ] = None,
-    guidance: Annotated[
-        float | None,
-        typer.Option("--guidance", min=0.0, metavar="G", help="Guidance. Default: as the run evaluates."),
-    ] = None,
-    shift: Annotated[
-        float | None,
-        typer.Option("--shift", min=0.01, metavar="S", help="Shift of the noise levels. Default: the run's."),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The grid, a new .png; an old one is never overwritten.")
-    ] = Path("sample.png"),
-    images: Annotated[
-        Path | None,
-        typer.Option("--images", metavar="DIR", help="Also write each image on its own into this new folder."),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            autocompletion=completion.one_of("auto", "cpu", "cuda"),
-            help="auto, cpu or cuda; auto takes a GPU when there is one.",
-        ),
-    ] = "auto",
-    base: BaseOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Sample base and trained weights side by side."""
-    from nftctl.cli.sample import Wishes
-    from nftctl.cli.sample import sample as command
-
-    wishes = Wishes(prompts or [], prompt_file, weights, seed, steps, guidance, shift, device, base)
-    command(checkpoint, wishes, out, images, json=json)
-
-
-@app.command(
-    epilog="""\b
-Examples:
-  nftctl convert /models/Cosmos3-Nano nano-dcp
-  nftctl convert trained-dcp trained --like /models/Cosmos3-Nano
-  nftctl convert foreign-dcp out --config Cosmos3-Nano/transformer --strip-prefix model."""
-)
-def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A folder in diffusers layout, or a distributed checkpoint (DCP).")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder of the other kind; never written over.")],
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FOLDER", help="DCP only: the folder of the transformer's config.json."),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option("--like", metavar="BASE", help="DCP only: a whole base; copies its other parts and its config."),
-    ] = None,
-    strip_prefix: Annotated[
-        str,
-        typer.Option(
-            "--strip-prefix",
-            metavar="TEXT",
-            show_default=False,
-            help="DCP only: take the tensors whose names begin so, without it, and leave the others.",
-        ),
-    ] = "",
-    json: JsonOption = False,
-) -> None:
-    """Turn a diffusers folder into a DCP folder, or back."""
-    from nftctl.cli.convert import convert as command
-
-    command(source, target, config=config, like=like, strip_prefix=strip_prefix, json=json)
+app.add_typer(model_commands.commands)

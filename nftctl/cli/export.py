@@ -18,6 +18,7 @@ def export(target: str, out: Path, *, to: str, weights: str, base: str, json: bo
     from nftctl.model import card
     from nftctl.model import export as forms
     from nftctl.model.trained import open_trained
+    from nftctl.profile.prompts import base_folder
     from nftctl.run.outfolder import new_folder, refuse_taken
 
     _refuse_unknown("--to", to, FORMS)
@@ -30,9 +31,10 @@ def export(target: str, out: Path, *, to: str, weights: str, base: str, json: bo
     forms.refuse_unfit(trained, to, weights)
     name = forms.base_name(trained, base)
     card.loading(trained, to, name)  # an unknown contract is refused before anything is written
+    folder = None
     if to != "lora":
-        console.say("hashing the base")
-    folder = trained.base(base) if to != "lora" else None
+        forms.refuse_no_pipeline(base_folder(trained.init_from(base)), to)
+        folder = trained.base(base, console.say)
     with new_folder(out) as draft:
         console.say(f"writing {out}")
         if folder is None:

@@ -46,7 +46,7 @@ def launch(
         if plan is not None:
             _go_on(console, "launch", plan, warnings, dry_run=dry_run)
             return
-    plan = plan_launch(resolved, argv=sys.argv)
+    plan = plan_launch(resolved, argv=sys.argv, note=console.say)
     refuse_impossible(plan.run_path)
     if not auto_resume:
         refuse_used(plan.run_path)
@@ -79,7 +79,9 @@ def _continued(console: Console, resolved: Resolved, *, dry_run: bool) -> JobPla
             console.say(f"{path} never had a complete checkpoint: a fresh start{kept}")
             return None
         run, checkpoint = find_checkpoint(str(path), path.parent)
-        return plan_resume(run, checkpoint, resolved, steps=resolved.profile.rl.max_steps, argv=sys.argv)
+        return plan_resume(
+            run, checkpoint, resolved, steps=resolved.profile.rl.max_steps, argv=sys.argv, note=console.say
+        )
 
 
 def resume(
@@ -108,9 +110,9 @@ def resume(
         from nftctl.engine.plan import plan_fork, plan_resume
 
         if fork is None:
-            plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv)
+            plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv, note=console.say)
         else:
-            plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv)
+            plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv, note=console.say)
             refuse_impossible(plan.run_path)
             refuse_used(plan.run_path)
     _go_on(console, "resume", plan, warnings, dry_run=dry_run)

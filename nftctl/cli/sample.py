@@ -57,8 +57,7 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
     trained = open_trained(checkpoint)
     profile = _profile(trained)
     sheet = _sheet(trained, profile, wishes)
-    console.say("hashing the base")
-    base = trained.base(wishes.base)
+    base = trained.base(wishes.base, console.say)
     for part in ("vae", "tokenizer"):
         trained.part(part)
 

@@ -63,6 +63,11 @@ class Saver:
         """True between `begin` and `finish`."""
         return self._pending is not None
 
+    @property
+    def written(self) -> bool:
+        """True unless this rank is still writing."""
+        return self._pending is None or self._pending.done()
+
     def begin(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Copy `state` and start writing it to `folder`, which must be empty or absent; collective over the group.
 

@@ -81,6 +81,11 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
             f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
             f"{facts['trained_parameters']:,} trained in {facts['trained_tensors']} tensors"
+            + (
+                f"; {facts['compiled_layers']} layers are compiled in the first step"
+                if facts["compiled_layers"]
+                else ""
+            )
         )
         return _Run(plan, run, group, files, reporter).go()
 
@@ -202,7 +207,7 @@ class _Run:
                 # Asked to stop before the first step, or since the last one ended: at most there is a save to make.
                 self._save_last(saves)
                 break
-            state = self.last = self._step(state)
+            state = self.last = self._step(state, saves)
             saves.advance()
             last = state.step == self.plan.total_steps or bool(_stop_signal)
             if last or (every and state.step % every == 0):
@@ -212,10 +217,11 @@ class _Run:
                 break
         return state
 
-    def _step(self, state: RunState) -> RunState:
+    def _step(self, state: RunState, saves: Checkpoints) -> RunState:
         timer = _Timer()
         with timer.stage("sample"):
             self.group.call("sample", state)
+        saves.advance_if_written()
         with timer.stage("prepare"):
             self.group.call("prepare", state)
         with timer.stage("reward_exposed"):

@@ -14,20 +14,19 @@ from typing import Any
 
 from nftctl import __version__
 from nftctl.errors import CheckpointUnusable, Difference, ResumeRefused, RewardFailed
-from nftctl.profile.artifacts import pinned
+from nftctl.profile.adapter import denoiser_modules
+from nftctl.profile.artifacts import inspect_folder, pinned
 from nftctl.profile.load import Resolved
 from nftctl.profile.prompts import base_folder, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile, Provider
 from nftctl.profile.t2i import T2I_PROFILES
+from nftctl.profile.targets import matched
 from nftctl.reward.scorers import scorer_revision
 from nftctl.run import hashing, identity
 from nftctl.run.checkpoints import list_steps, step_name
 from nftctl.run.directory import RunDirectory
-from nftctl.run.manifest import Manifest, read_manifest, verify
+from nftctl.run.manifest import Manifest, read_whole, verify
 from nftctl.run.state import RunState
-
-SHOWN = 4
-"""Faults of a damaged checkpoint that one message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,23 @@ def _hash_folder(value: str) -> str:
     return hashing.fingerprint_folder(Path(value).expanduser()) if value else ""
 
 
+def _lora_modules(profile: Profile, base: Path) -> dict[str, int] | None:
+    """How many modules each LoRA target selects, by the names in the base's headers; None where all weights train."""
+    if profile.model.train == "full":
+        return None
+    shapes = inspect_folder(base).weights().shapes
+    return matched(profile.model.lora.targets, denoiser_modules(shapes, T2I_PROFILES[profile.rl.profile].lora))
+
+
 def _build(
-    resolved: Resolved, *, run_path: Path, run_id: str, total: int, argv: Sequence[str], **start: Any
+    resolved: Resolved,
+    *,
+    run_path: Path,
+    run_id: str,
+    total: int,
+    argv: Sequence[str],
+    note: hashing.Note,
+    **start: Any,
 ) -> JobPlan:
     # A branch of the hub may move on; what the run begins from is recorded by its commit.
     rl = resolved.profile.rl.model_copy(update={"init_from": pinned(resolved.profile.rl.init_from)})
@@ -146,7 +160,7 @@ def _build(
     prompts = resolve_prompt_file(profile.data.prompt_file, "train")
     dump = profile.model_dump()
     prompt_hash = hashing.hash_file(prompts)
-    base_fingerprint = hashing.fingerprint_base(base)
+    base_fingerprint = hashing.fingerprint_base(base, note)
     revisions = {p.name: required_revision(p) for p in profile.reward.providers}
     document = identity.identity_document(
         dump,
@@ -155,6 +169,7 @@ def _build(
         vae_hash=_hash_folder(profile.model.vae),
         tokenizer_hash=_hash_folder(profile.model.tokenizer),
         revisions=revisions,
+        lora_modules=_lora_modules(profile, base),
     )
     return JobPlan(
         profile=profile,
@@ -178,8 +193,10 @@ def _build(
     )
 
 
-def plan_launch(resolved: Resolved, *, run_dir: Path | None = None, argv: Sequence[str] = ()) -> JobPlan:
-    """The plan of a fresh run; the profile has passed preflight."""
+def plan_launch(
+    resolved: Resolved, *, run_dir: Path | None = None, argv: Sequence[str] = (), note: hashing.Note = hashing.silent
+) -> JobPlan:
+    """The plan of a fresh run; the profile has passed preflight. `note` hears what takes long."""
     parent = run_dir or Path(resolved.profile.job.run_dir).expanduser()
     total = resolved.profile.rl.max_steps
     if total is None:  # preflight's `max-steps-missing`; this is the type checker's proof
@@ -191,20 +208,27 @@ def plan_launch(resolved: Resolved, *, run_dir: Path | None = None, argv: Sequen
         run_id=secrets.token_hex(8),
         total=total,
         argv=argv,
+        note=note,
         state=RunState(),
         resume_from=None,
     )
 
 
 def plan_resume(
-    run: RunDirectory, checkpoint: Path, resolved: Resolved, *, steps: int | None = None, argv: Sequence[str] = ()
+    run: RunDirectory,
+    checkpoint: Path,
+    resolved: Resolved,
+    *,
+    steps: int | None = None,
+    argv: Sequence[str] = (),
+    note: hashing.Note = hashing.silent,
 ) -> JobPlan:
     """The plan that continues `checkpoint`; reads only.
 
     Raises, in this order: CheckpointUnusable (damaged or incomplete), ResumeRefused (seed contract, then the rest of
     the identity, then the rank count), RewardFailed (another revision of a packaged scorer).
     """
-    manifest = _whole(checkpoint)
+    manifest = _of_its_step(checkpoint)
     _refuse_second_history(run, manifest.step)
     total = steps if steps is not None else _stored_total(run)
     plan = _build(
@@ -213,6 +237,7 @@ def plan_resume(
         run_id=manifest.run_id,
         total=total,
         argv=argv,
+        note=note,
         state=manifest.run_state,
         resume_from=checkpoint,
     )
@@ -229,18 +254,20 @@ def plan_fork(
     *,
     steps: int | None = None,
     argv: Sequence[str] = (),
+    note: hashing.Note = hashing.silent,
 ) -> JobPlan:
     """The plan of a new run `name` beside `run` that begins with the state of `checkpoint`; the profile may differ.
 
     What differs is recorded as the new run's parent. Raises CheckpointUnusable for a damaged checkpoint.
     """
-    manifest = _whole(checkpoint)
+    manifest = _of_its_step(checkpoint)
     plan = _build(
         resolved,
         run_path=run.path.parent / name,
         run_id=secrets.token_hex(8),
         total=steps if steps is not None else _stored_total(run),
         argv=argv,
+        note=note,
         state=manifest.run_state,
         resume_from=checkpoint,
     )
@@ -257,16 +284,9 @@ def plan_fork(
     return replace(plan, parent=parent)
 
 
-def _whole(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is the one that was written."""
-    faults = verify(checkpoint)
-    more = len(faults) - SHOWN
-    if faults:
-        raise CheckpointUnusable(
-            f"{checkpoint} is damaged: " + "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else ""),
-            hint=f"choose another step folder; `nftctl inspect-checkpoint {checkpoint} --verify` lists every fault",
-        )
-    manifest = read_manifest(checkpoint)
+def _of_its_step(checkpoint: Path) -> Manifest:
+    """The manifest of a whole checkpoint, whose folder has the name of its step."""
+    manifest = read_whole(checkpoint)
     if checkpoint.name != step_name(manifest.step):
         raise CheckpointUnusable(
             f"{checkpoint} holds the checkpoint of step {manifest.step}",

@@ -54,6 +54,11 @@ class Checkpoints:
         self._group.call("save_finish")
         self._committing.append(self._thread.submit(self._complete, folder, manifest))
 
+    def advance_if_written(self) -> None:
+        """Within a step: the same, unless a rank is still writing; a checkpoint is whole as early as it can be."""
+        if self._open is not None and all(self._group.call("save_written")):
+            self.advance()
+
     def finish(self) -> Path | None:
         """Wait until the checkpoint is complete and what retention no longer keeps is gone; the newest one."""
         self.advance()

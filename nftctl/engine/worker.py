@@ -140,6 +140,7 @@ class Worker:
         if spec.profile.job.deterministic:
             torch.use_deterministic_algorithms(True)
         self.close()
+        self._peak("")
         self.spec = spec
         self.roles = build_roles(spec, rank=self.rank, device=self.device, control=self._control)
         self._saver = Saver(self._saving)
@@ -147,6 +148,9 @@ class Worker:
             self._load(spec.resume_from)
         facts = self.roles.facts()
         log.info("base %s: %s", spec.base, ", ".join(f"{key} {value}" for key, value in facts.items()))
+        self._peak("build")
+        if "build" in self._peaks:
+            log.info("built with %.3f GB of GPU memory at the most", self._peaks["build"])
         return facts
 
     # -- the stages of a step -----------------------------------------------------------------------------------
@@ -230,6 +234,10 @@ class Worker:
         tensors = load(checkpoint / STATE_FOLDER, like)
         policy.copies.load(tensors)
         load_optimizer(policy.optimizer, policy.parameters, tensors, entries)
+
+    def save_written(self) -> bool:
+        """Whether `save_finish` would return at once."""
+        return bool(self._saver.written)
 
     def save_finish(self) -> None:
         """Wait until the state of `save_begin` is written."""

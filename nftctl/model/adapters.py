@@ -1,8 +1,8 @@
 """The LoRA pair `policy` and `old` on one frozen base, by peft; adapters off is the reference.
 
 Both are float32 whatever the base is. Owns which of the three a forward uses and how old follows policy. Policy always
-requires gradients and old never does, whichever is active. Refuses targets that match nothing, or only the prompt
-encoder, whose cached keys and values an adapter would make stale.
+requires gradients and old never does, whichever is active. Refuses targets that match nothing, and any that matches in
+the prompt encoder, whose cached keys and values an adapter would make stale.
 """
 
 from __future__ import annotations
@@ -21,40 +21,39 @@ from torch import nn
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.model.family import Denoiser
 from nftctl.profile.schema import Lora
+from nftctl.profile.targets import malformed, matched, selects
 
 POLICY, OLD, EMA = "policy", "old", "ema"
 Weights = Literal["policy", "old", "reference", "ema"]
 
 
-def lora_config(lora: Lora, targets: Sequence[str] = ()) -> LoraConfig:
-    """The adapter's peft configuration for module names or suffixes `targets` (default: those of the profile)."""
-    names: Any = list(targets or lora.targets)
+def lora_config(lora: Lora, modules: Sequence[str]) -> LoraConfig:
+    """The adapter's peft configuration for modules by their names: peft reads no pattern of ours."""
+    names: Any = list(modules)
     alpha: Any = lora.alpha
     return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)
 
 
 def match_targets(denoiser: Denoiser, targets: list[str]) -> list[str]:
-    """Names of the linear modules that the targets select by suffix; raises ProfileRefused on any idle target."""
+    """Names of the linear modules that the targets select; raises ProfileRefused for any that may not be one."""
     linear = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)]
     findings = [f for target in targets if (f := _judge(target, linear, denoiser.encoder_modules)) is not None]
     if not targets:
         findings = [_finding("lora-matches-nothing", "there are no targets", linear)]
     if findings:
         raise ProfileRefused(findings)
-    return [name for name in linear if any(_selects(target, name) for target in targets)]
-
-
-def _selects(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    return [name for name in linear if any(selects(target, name) for target in targets)]
 
 
 def _judge(target: str, linear: list[str], encoder: frozenset[str]) -> Finding | None:
-    if any(_selects(target, name) for name in linear):
-        return None
-    if any(_selects(target, name) for name in encoder):
-        text = f"{target!r} is a module of the prompt encoder, whose output is computed once and kept"
+    if reason := malformed(target):
+        return _finding("lora-pattern", f"{target!r} is no regular expression: {reason}", linear)
+    if touched := sorted(name for name in encoder if selects(target, name)):
+        text = f"{target!r} selects {touched[0]} of the prompt encoder, whose output is computed once and kept"
         return _finding("lora-touches-prompt-encoder", text, linear)
-    return _finding("lora-matches-nothing", f"{target!r} ends no linear module's name in the denoiser", linear)
+    if not any(selects(target, name) for name in linear):
+        return _finding("lora-matches-nothing", f"{target!r} selects no linear module of the denoiser", linear)
+    return None
 
 
 def _finding(code: str, message: str, linear: list[str]) -> Finding:
@@ -110,6 +109,12 @@ def _draw(weight: nn.Parameter, name: str, lora: Lora, seed: int) -> None:
 def lora_layers(denoiser: nn.Module) -> dict[str, Any]:
     """The adapted modules by their diffusers names, in module order."""
     return {name: module for name, module in denoiser.named_modules() if isinstance(module, LoraLayer)}
+
+
+def adapted_modules(denoiser: nn.Module, targets: Sequence[str]) -> dict[str, int]:
+    """How many adapted modules each target selected; empty without adapters."""
+    layers = lora_layers(denoiser)
+    return matched(targets, layers) if layers else {}
 
 
 def adapter_names(denoiser: nn.Module) -> list[str]:

@@ -23,21 +23,18 @@ from nftctl.errors import CheckpointUnusable, UsageRefused
 from nftctl.model.export import COMPONENT, copy_base
 from nftctl.model.foreign_dcp import METADATA, ForeignTensors
 from nftctl.model.registry import FAMILIES
-from nftctl.model.weights import Tensors
+from nftctl.model.weights import Tensors, common_prefix, differences
 from nftctl.profile.artifacts import is_file, is_folder, read_object
 from nftctl.profile.t2i import T2I_PROFILES
 from nftctl.run.outfolder import Entry, copy_file, write_safetensors
-from nftctl.run.stored import Form, StoredTensors, TensorSource, form_bytes
+from nftctl.run.stored import StoredTensors, TensorSource, form_bytes
+from nftctl.tensorblocks import SHOWN, Form, shard_config, shard_files
 from nftctl.tensorfile import STEM, weight_files
 
 SHARD_BYTES = 1 << 30
 """torch's writer holds a whole file in memory, so files are closed once they are this long."""
 FILE_BYTES = 4 << 30
 """The same for files in diffusers layout, which are written tensor by tensor."""
-INDEX = "model.safetensors.index.json"
-"""What torch's writer says of its files: tensor -> file. A folder that has it is known to be whole."""
-SHOWN = 12
-"""Differences that one message names."""
 
 
 def component_of(folder: Path) -> Path | None:
@@ -55,9 +52,9 @@ def write_dcp(component: Path, folder: Path) -> dict[str, Form]:
     index = {name: number for number, names in enumerate(_split(forms, SHARD_BYTES), 1) for name in names}
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        tensors = Tensors(component, stack)
+        tensors = Tensors(weight_files(component), stack)
         # Mapped files: a tensor is read when its file is written.
-        state = {name: tensors.handles[name].get_tensor(name) for name in forms}
+        state = {name: tensors.as_stored(name) for name in forms}
         dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), index), no_dist=True)
     written = open_dcp(folder).forms
     if written != forms:
@@ -70,14 +67,9 @@ def open_dcp(folder: Path) -> TensorSource:
     """The tensors of a DCP folder: torch's safetensors storage, or its own with pickles that are never run."""
     if is_file(folder / METADATA):
         return ForeignTensors(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not any(folder.glob("*.safetensors")):
         raise CheckpointUnusable(f"{folder} is neither a diffusers folder nor a distributed checkpoint")
-    tensors = StoredTensors(files)
-    announced = read_object(folder / INDEX).get("weight_map") if is_file(folder / INDEX) else None
-    if announced is not None and (not isinstance(announced, dict) or set(announced) != set(tensors.forms)):
-        raise CheckpointUnusable(f"{folder} does not hold what its {INDEX} lists: a file is missing or was added")
-    return tensors
+    return StoredTensors(shard_files(folder))
 
 
 def write_diffusers(
@@ -113,7 +105,7 @@ def write_diffusers(
 
 def config_folder(source: Path, config: Path | None, like: Path | None) -> Path:
     """Where the transformer's config.json is: as named, else the base's, else the one that a DCP folder carries."""
-    places = [config, like / COMPONENT if like is not None else None, source / COMPONENT]
+    places = [config, like / COMPONENT if like is not None else None, shard_config(source)]
     for place in places:
         if place is not None and is_file(place / "config.json"):
             return place
@@ -161,27 +153,12 @@ def _expected(config: Path) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]
 def _refuse_differences(
     forms: Mapping[str, Form], expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...], prefix: str
 ) -> None:
-    wrong = [f"missing {n}" for n in expected if n not in forms and not n.startswith(optional or ("\0",))]
-    wrong += [f"unexpected {n}" for n in forms if n not in expected]
-    wrong += [
-        f"{name} is {list(forms[name][1])}, the config says {list(shape)}"
-        for name, shape in expected.items()
-        if name in forms and forms[name][1] != shape
-    ]
+    wrong = differences(forms, expected, optional)
     if not wrong:
         return
     more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    found = "" if prefix else common_prefix(forms, expected)
     raise CheckpointUnusable(
         f"the tensors do not match the config, {len(wrong)} differences:\n  " + "\n  ".join(wrong[:SHOWN]) + more,
-        hint=_prefix_hint(forms, expected) if not prefix else "",
+        hint=f"they have a prefix: add --strip-prefix {found}" if found else "",
     )
-
-
-def _prefix_hint(forms: Mapping[str, Form], expected: Mapping[str, object]) -> str:
-    """The prefix under which the expected names are all there, if there is one."""
-    first = next(iter(expected))
-    for name in forms:
-        prefix = name.removesuffix(first)
-        if prefix and name.endswith(f".{first}") and sum(f"{prefix}{n}" in forms for n in expected) > len(expected) / 2:
-            return f"they have a prefix: add --strip-prefix {prefix}"
-    return ""

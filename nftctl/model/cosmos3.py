@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
 
-from nftctl.model.basefolder import check_channels, check_media, part_folder, read_json, transformer_config
+from nftctl.model.basefolder import check_channels, check_media, part_folder, transformer_config
 from nftctl.model.cosmos3_denoiser import Cosmos3Denoiser
 from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, UnderstandingTower
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
 from nftctl.model.decoder import PixelDecoder, WanDecoder, pixel_decoder
 from nftctl.model.family import Family, LoadReport
+from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
 from nftctl.model.weights import Destination, StoredWeights, load_strictly, stored_dtype
+from nftctl.profile.artifacts import Base, inspect_folder
 from nftctl.profile.schema import Model
 
 # Heads for text, sound and action: no image passes through them.
@@ -41,11 +43,16 @@ def load(
     seed: int = 0,
     unread: bool = False,
 ) -> Family:
-    """Load a base folder in diffusers layout. `unread` leaves the denoiser's parameters for `Family.stored` to fill."""
-    stock = empty_transformer(base / "transformer")
+    """Load a base: a diffusers folder, or a distributed checkpoint of the transformer, with VAE and tokenizer named.
+
+    `unread` leaves the denoiser's parameters for `Family.stored` to fill.
+    """
+    source = inspect_folder(base)
+    files = source.weight_files()
+    stock = empty_transformer(source.config_folder)
     config: Any = stock.config
     decoder: PixelDecoder | WanDecoder
-    if is_pixel_base(base, config):
+    if is_pixel_base(source, config, model):
         decoder, scale = pixel_decoder(model), 1
     else:
         decoder = WanDecoder.load(part_folder(base, model.vae, "vae", ("vae",)), model, device)
@@ -54,14 +61,19 @@ def load(
     check_media(model, scale, "the VAE's pixels per latent")
     tokenizer = load_tokenizer(part_folder(base, model.tokenizer, "tokenizer", ("tokenizer", "text_tokenizer")))
     tower, denoiser, report = load_towers(
-        base / "transformer",
+        files,
         stock,
         getattr(torch, model.dtype),
         device,
         unread=stored_dtype(model) if unread else None,
+        home=model.prompt_encoder,
         skip_keys=skip_keys,
         seed=seed,
     )
+    stored = StoredWeights(tuple(files), tuple(skip_keys), seed)
+    denoiser.gradient_checkpointing = model.gradient_checkpointing
+    if isinstance(decoder, WanDecoder):
+        denoiser.frames_per_latent = decoder.frames
     tokens = Cosmos3Tokens(
         tokenizer,
         height=model.height,
@@ -71,37 +83,40 @@ def load(
     )
     return Family(
         name="cosmos3",
-        encoder=Cosmos3PromptEncoder(tower, tokens),
+        encoder=Cosmos3PromptEncoder(tower, tokens, residence=_residence(model.prompt_encoder, tower, stored, device)),
         denoiser=denoiser,
         decoder=decoder,
         latent_shape=(int(config.latent_channel), 1, model.height // scale, model.width // scale),
         clamp_x0=isinstance(decoder, PixelDecoder),
         lora_prefix="transformer",
         report=report,
-        stored=StoredWeights(base / "transformer", tuple(skip_keys), seed) if unread else None,
+        stored=stored if unread else None,
     )
 
 
 def load_towers(
-    folder: Path,
+    files: Sequence[Path],
     stock: Cosmos3OmniTransformer,
     dtype: torch.dtype,
     device: torch.device,
     *,
     unread: torch.dtype | None = None,
+    home: str = "resident",
     skip_keys: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[UnderstandingTower, Cosmos3Denoiser, LoadReport]:
-    """Fill both towers of a meta transformer from its folder; frozen, evaluation mode.
+    """Fill both towers of a meta transformer from its weight files; frozen, evaluation mode.
 
-    `unread` leaves the denoiser on the meta device, its parameters of that precision.
+    `unread` leaves the denoiser on the meta device, its parameters of that precision. `home` is `model.prompt_encoder`:
+    the prompt's tower goes to the device, to host memory, or is checked and left unread.
     """
     tower, denoiser = split(stock)
+    here = torch.device("cpu") if home == "offload" else device
     generation = Destination(denoiser, unread or dtype, device, KEPT_IN_FP32, unread is not None)
     report = load_strictly(
-        folder,
+        files,
         stock,
-        [Destination(tower, dtype, device), generation],
+        [Destination(tower, dtype, here, unread=home == "per-step"), generation],
         optional=UNUSED,
         skip_keys=skip_keys,
         seed=seed,
@@ -110,6 +125,14 @@ def load_towers(
     tower.rotary_emb.to(device)
     denoiser.rotary_emb.to(device)
     return tower, denoiser, report
+
+
+def _residence(home: str, tower: UnderstandingTower, stored: StoredWeights, device: torch.device) -> Residence:
+    if home == "offload":
+        return InHostMemory([tower], device)
+    if home == "per-step":
+        return ReadAnew(lambda: stored.fill(tower, device), lambda: forget(tower), stored.files, device)
+    return Residence()
 
 
 def empty_transformer(folder: Path) -> Cosmos3OmniTransformer:
@@ -122,7 +145,6 @@ def empty_transformer(folder: Path) -> Cosmos3OmniTransformer:
     return stock
 
 
-def is_pixel_base(base: Path, config: Any) -> bool:
-    """True when model_index.json lists the VAE as absent, `"vae": [null, null]`, and latents have three channels."""
-    index = read_json(base / "model_index.json")
-    return index.get("vae") == [None, None] and int(config.latent_channel) == 3
+def is_pixel_base(base: Base, config: Any, model: Model) -> bool:
+    """True when the base declares that it has no VAE and latents have three channels."""
+    return base.latents_are_pixels(model.vae) and int(config.latent_channel) == 3

@@ -1,21 +1,26 @@
 """Cosmos3's denoiser: the generation tower, reading a prompt's cached keys and values.
 
 Built from diffusers' own modules under their own names, batched over samples and guidance branches; prompts of other
-lengths in a batch keep their own positions and are masked exactly. Refuses more than one frame.
+lengths in a batch keep their own positions and are masked exactly. Latents have one frame or several, all of them
+noisy. Refuses shapes that do not belong together.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
+from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import get_3d_mrope_ids_vae_tokens
 from torch import Tensor, nn
 
 from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
 from nftctl.model.family import Conditioning, Denoiser
+
+# Of the whole transformer: heads for sound and action, which belong to neither tower.
+OTHER_MODALITIES = ("audio_", "action_")
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:
@@ -86,6 +91,11 @@ class Cosmos3Denoiser(Denoiser):
     """The generation tower. Differentiable in its parameters and in the cache; shares them with `stock`."""
 
     fp32_modules = ("time_embedder",)
+    open_dims: ClassVar = {1: 2, 2: 2, 5: 3}  # keys, values and mask, along the prompt
+    fps: float = 24.0
+    """Frames a second of what is made; places the frames of a base that modulates its positions by it."""
+    frames_per_latent: int = 4
+    """The VAE's temporal compression."""
 
     def __init__(self, stock: Cosmos3OmniTransformer) -> None:
         super().__init__()
@@ -95,6 +105,8 @@ class Cosmos3Denoiser(Denoiser):
         self.timestep_scale = float(config.timestep_scale)
         self.margin = int(config.unified_3d_mrope_temporal_modality_margin)
         self.reset_spatial = bool(config.unified_3d_mrope_reset_spatial_ids)
+        self.base_fps = float(config.base_fps)
+        self.modulated = bool(config.enable_fps_modulation)
         self.proj_in, self.proj_out = stock.proj_in, stock.proj_out
         self.time_proj, self.time_embedder = stock.time_proj, stock.time_embedder
         self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock.layers)
@@ -103,12 +115,17 @@ class Cosmos3Denoiser(Denoiser):
         self.forwards = 0
         mine = {id(module) for module in self.modules()}
         self.encoder_modules = frozenset(
-            name for name, m in stock.named_modules() if isinstance(m, nn.Linear) and id(m) not in mine
+            name
+            for name, m in stock.named_modules()
+            if isinstance(m, nn.Linear) and id(m) not in mine and not name.startswith(OTHER_MODALITIES)
         )
 
     def shard_units(self) -> list[nn.Module]:
         """The timestep embedder, which stays float32 beside a bfloat16 base, then every layer."""
         return [self.time_embedder, *self.layers]
+
+    def compile_units(self) -> list[nn.Module]:
+        return list(self.layers)
 
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         cache = cast(PromptCache, conditioning)
@@ -118,12 +135,12 @@ class Cosmos3Denoiser(Denoiser):
         hidden = hidden + self._time(sigma).to(hidden.dtype)[:, None]
         cos, sin, mask = self._positions(cache, x.shape, hidden)
         for layer, keys, values in zip(self.layers, cache.keys.unbind(), cache.values.unbind(), strict=True):
-            hidden = layer(hidden, keys, values, cos, sin, mask)
+            hidden = self.run(layer, hidden, keys, values, cos, sin, mask)
         return unpatchify(self.proj_out(self.norm_moe_gen(hidden)), self.patch, x.shape).float()
 
     def _check(self, x: Tensor, sigma: Tensor, cache: PromptCache) -> None:
-        if x.dim() != 5 or x.shape[1] != self.channels or x.shape[2] != 1:
-            raise ValueError(f"x must be [B, {self.channels}, 1, H, W], got {tuple(x.shape)}")
+        if x.dim() != 5 or x.shape[1] != self.channels or x.shape[2] < 1:
+            raise ValueError(f"x must be [B, {self.channels}, T, H, W], got {tuple(x.shape)}")
         if sigma.shape != x.shape[:1] or cache.rows != x.shape[0]:
             raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {cache.rows}")
 
@@ -134,7 +151,7 @@ class Cosmos3Denoiser(Denoiser):
 
     def _positions(self, cache: PromptCache, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rope of the image tokens, [B, 1, N, D] each, and the mask; the same for every step of a batch."""
-        key = (shape[-2:], like.dtype, like.device)
+        key = (shape[2:], like.dtype, like.device)
         if key not in cache.memo:
             cos, sin = self._rope(cache.lengths, shape, like)
             cache.memo[key] = (cos, sin, cache.attention_mask(like.shape[1]))
@@ -142,11 +159,21 @@ class Cosmos3Denoiser(Denoiser):
 
     @torch.no_grad()
     def _rope(self, lengths: tuple[int, ...], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = -(-shape[-2] // self.patch), -(-shape[-1] // self.patch)
-        grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        # The image starts a fixed margin after its own prompt ends, so the frame's position differs between rows.
-        start = torch.tensor(lengths)[:, None] + self.margin
-        space = [axis.flatten()[None] + (0 if self.reset_spatial else start) for axis in grid]
-        positions = torch.stack([axis.expand(len(lengths), rows * columns) for axis in (start, *space)]).to(like.device)
+        frames, rows, columns = shape[2], -(-shape[3] // self.patch), -(-shape[4] // self.patch)
+        # The image starts a fixed margin after its own prompt ends, so the frames' positions differ between rows.
+        ids = [
+            get_3d_mrope_ids_vae_tokens(
+                frames,
+                rows,
+                columns,
+                length + self.margin,
+                reset_spatial_indices=self.reset_spatial,
+                fps=self.fps if self.modulated else None,
+                base_fps=self.base_fps,
+                temporal_compression_factor=self.frames_per_latent,
+            )[0]
+            for length in lengths
+        ]
+        positions = torch.stack(ids, dim=1).to(like.device)
         cos, sin = self.rotary_emb(position_ids=positions, device=like.device, dtype=like.dtype)
         return cos[:, None], sin[:, None]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
-from nftctl.model.remembered import CACHE_BYTES, Remembered
+from nftctl.model.remembered import CACHE_BYTES, RememberingEncoder
+from nftctl.model.residence import Residence
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,33 +167,24 @@ class UnderstandingTower(nn.Module):
         return cache
 
 
-class Cosmos3PromptEncoder:
-    """The frozen tower behind a tokenizer, with a bounded memory of the prompts it has run.
-
-    Each prompt runs alone, so its keys and values do not depend, bit for bit, on which prompts came with it.
-    """
+class Cosmos3PromptEncoder(RememberingEncoder[tuple[str, bool], PromptCache]):
+    """The frozen tower behind a tokenizer."""
 
     def __init__(
         self,
         tower: UnderstandingTower,
         tokenize: Callable[[str, bool], list[int]],
         *,
+        residence: Residence | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
+        super().__init__(residence or Residence(), cache_bytes)
         self.tower = tower.requires_grad_(False)
         self.tokenize = tokenize
-        self._remembered: Remembered[tuple[str, bool], PromptCache] = Remembered(cache_bytes)
 
-    @property
-    def encoded(self) -> int:
-        """Prompts really run through the tower so far."""
-        return self._remembered.made
+    def _key(self, prompt: str, negative: bool) -> tuple[str, bool]:
+        return prompt, negative
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
-        """Return the cache of each prompt, in order; equal prompts share one object."""
-        unique = {prompt: self._one(prompt, negative) for prompt in dict.fromkeys(prompts)}
-        return [unique[prompt] for prompt in prompts]
-
-    def _one(self, prompt: str, negative: bool) -> PromptCache:
-        return self._remembered.get((prompt, negative), lambda: self.tower.run([self.tokenize(prompt, negative)]))
+    def _run(self, prompt: str, negative: bool) -> PromptCache:
+        return self.tower.run([self.tokenize(prompt, negative)])

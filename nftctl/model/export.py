@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from nftctl import __version__
 from nftctl.errors import CheckpointUnusable, UsageRefused
 from nftctl.model.trained import SIDES, Trained, public_name
-from nftctl.profile.artifacts import read_object
+from nftctl.profile.artifacts import inspect_folder, read_object
 from nftctl.run.hashing import TEXT_SUFFIXES
 from nftctl.run.outfolder import Entry, copy_file, write_safetensors
 from nftctl.run.stored import StoredTensors, read_range
@@ -180,6 +180,16 @@ def refuse_unfit(trained: Trained, to: str, weights: str) -> None:
         raise UsageRefused(
             f"{trained.folder} holds whole weights and no adapter, so there is nothing to write as {to}",
             hint="take the whole pipeline: --to diffusers",
+        )
+
+
+def refuse_no_pipeline(base: Path, to: str) -> None:
+    """Refuse to write a pipeline around a distributed checkpoint, which is a denoiser and nothing else."""
+    if inspect_folder(base).kind == "dcp":
+        raise UsageRefused(
+            f"the base {base} is a distributed checkpoint, a denoiser without a pipeline, so there is none to write as {to}",
+            hint="name a base with the same denoiser: --base FOLDER, such as `nftctl convert DCP FOLDER --like BASE` "
+            "writes; or take the adapter alone: --to lora",
         )
 
 

@@ -7,12 +7,14 @@ stay inside a family, while guidance, sampling, noising and loss stay outside it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from nftctl.model.copies import Copies
@@ -42,8 +44,22 @@ class PromptEncoder(Protocol):
         """Prompts really encoded so far; a remembered prompt does not count."""
         ...
 
-    def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
-        """Return one single-row conditioning per prompt. `negative` marks prompts of the unconditional branch."""
+    @property
+    def visits(self) -> int:
+        """Times that the encoder's weights had to be on the device for it."""
+        ...
+
+    def visit(self) -> AbstractContextManager[None]:
+        """Calls of `encode` inside are one visit; the weights come with the first prompt that has to be encoded."""
+        ...
+
+    def encode(
+        self, prompts: Sequence[str], *, negative: bool = False, ahead: Sequence[str] = ()
+    ) -> list[Conditioning]:
+        """Return one single-row conditioning per prompt. `negative` marks prompts of the unconditional branch.
+
+        `ahead` are prompts that will be asked for next: what is encoded of them now costs no visit then.
+        """
         ...
 
 
@@ -57,8 +73,12 @@ class Denoiser(nn.Module, ABC):
     """Rows denoised so far, all weights and grad modes together."""
     encoder_modules: frozenset[str] = frozenset()
     """Linear modules of the same checkpoint that live in the prompt encoder, by their diffusers names."""
+    open_dims: ClassVar[Mapping[int, int]] = {}
+    """Of a layer's forward: positional argument -> dimension whose size changes with the prompts."""
     fp32_modules: tuple[str, ...] = ()
     """Sharding units that compute in float32 whatever the precision of the rest is."""
+    gradient_checkpointing: bool = False
+    """Whether the backward recomputes each layer from its input instead of keeping what the layer left."""
     sharding: Sharding | None = None
     """Set by `shard.shard_denoiser`; None while the weights are whole."""
     copies: Copies | None = None
@@ -68,9 +88,20 @@ class Denoiser(nn.Module, ABC):
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return v [B, C, T, H, W] float32 from x of that shape and sigma [B] float32 in [0, 1]."""
 
+    def run(self, layer: nn.Module, *inputs: Any) -> Any:
+        """A layer's output. What the layer depends on must be unchanged at the backward, which may run it again."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            # No layer draws random numbers, so there is no generator to restore.
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return layer(*inputs)
+
     @abstractmethod
     def shard_units(self) -> list[nn.Module]:
         """Submodules that get a parameter group of their own, in the order in which forward runs them."""
+
+    @abstractmethod
+    def compile_units(self) -> list[nn.Module]:
+        """The layers: submodules of one kind that hold nearly all of the work."""
 
 
 class Decoder(Protocol):

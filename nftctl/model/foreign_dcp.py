@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from nftctl.errors import CheckpointUnusable
-from nftctl.run.stored import Form
-from nftctl.run.tensors import Block, cover_problems
+from nftctl.tensorblocks import Block, Form, cover_problems
 from nftctl.tensorfile import DTYPE_NAMES, TensorInfo
 
 METADATA = ".metadata"
@@ -120,7 +119,7 @@ class ForeignTensors:
         metadata = read_metadata(folder / METADATA)
         try:
             self._take(metadata)
-        except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise CheckpointUnusable(f"{folder / METADATA} is malformed: {error}") from error
 
     def _take(self, metadata: Record) -> None:

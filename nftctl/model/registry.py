@@ -12,6 +12,7 @@ import torch
 
 from nftctl.errors import CheckpointUnusable, UsageRefused
 from nftctl.model.family import Family
+from nftctl.profile.artifacts import inspect_folder
 from nftctl.profile.prompts import base_folder
 from nftctl.profile.schema import Model
 
@@ -28,7 +29,7 @@ def load_family(
     seed: int = 0,
     unread: bool = False,
 ) -> Family:
-    """Load the base named by `rl.init_from` ("embedded" or a local diffusers folder) as `family`.
+    """Load the base named by `rl.init_from` ("embedded", a diffusers folder or a distributed checkpoint) as `family`.
 
     Everything is frozen. `unread` checks the denoiser's weights and reads none: `Family.stored` fills them once they
     are sharded, so that nobody ever holds the whole. Raises CheckpointUnusable, ProfileRefused, UsageRefused.
@@ -38,6 +39,9 @@ def load_family(
     base = base_folder(init_from)
     if not base.is_dir():
         raise CheckpointUnusable(f"the base {init_from!r} is not a folder", hint="set rl.init_from to a local folder")
+    found = inspect_folder(base)
+    if found.kind == "unreadable":
+        raise CheckpointUnusable(f"{init_from!r} is no base: {found.reason}")
     loaded: Family = import_module(FAMILIES[family]).load(
         base, model, device, skip_keys=skip_keys, seed=seed, unread=unread
     )

@@ -20,7 +20,9 @@ from nftctl.model.family import Family
 from nftctl.model.sd3_denoiser import Sd3Denoiser
 from nftctl.model.sd3_encoder import Sd3PromptEncoder, check_widths, linear_names, load_text_parts
 from nftctl.model.weights import Destination, StoredWeights, load_strictly, stored_dtype
+from nftctl.profile.artifacts import inspect_folder
 from nftctl.profile.schema import Model
+from nftctl.tensorfile import weight_files
 
 
 def load(
@@ -33,6 +35,9 @@ def load(
     unread: bool = False,
 ) -> Family:
     """Load a base folder in diffusers layout. `unread` leaves the denoiser's parameters for `Family.stored` to fill."""
+    if inspect_folder(base).kind == "dcp":
+        raise CheckpointUnusable(f"{base} holds a transformer alone, and Stable Diffusion 3 needs its text encoders")
+    files = weight_files(base / "transformer")
     stock = empty_transformer(base / "transformer")
     config: Any = stock.config
     decoder = KlDecoder.load(part_folder(base, model.vae, "vae", ("vae",)), model, device)
@@ -41,23 +46,26 @@ def load(
     height, width = model.height // decoder.scale, model.width // decoder.scale
     _check_positions(model, decoder.scale * int(config.patch_size) * int(config.pos_embed_max_size))
     dtype = getattr(torch, model.dtype)
-    parts = load_text_parts(base, t5=model.t5 and has_t5(base), dtype=dtype, device=device)
+    home = model.prompt_encoder
+    start = device if home == "resident" else torch.device("cpu")
+    parts = load_text_parts(base, t5=model.t5 and has_t5(base), dtype=dtype, device=start)
     check_widths(parts, config, base)
     denoiser = Sd3Denoiser(stock)
     denoiser.encoder_modules = linear_names(parts)
+    denoiser.gradient_checkpointing = model.gradient_checkpointing
     place = Destination(denoiser, stored_dtype(model) if unread else dtype, device, unread=unread)
-    report = load_strictly(base / "transformer", stock, [place], skip_keys=skip_keys, seed=seed)
+    report = load_strictly(files, stock, [place], skip_keys=skip_keys, seed=seed)
     denoiser.pos_embed.keep_only(height, width, device)
     return Family(
         name="sd3",
-        encoder=Sd3PromptEncoder(parts, stock, device),
+        encoder=Sd3PromptEncoder(parts, stock, device, home=home),
         denoiser=denoiser,
         decoder=decoder,
         latent_shape=(int(config.in_channels), 1, height, width),
         clamp_x0=False,
         lora_prefix="transformer",
         report=report,
-        stored=StoredWeights(base / "transformer", tuple(skip_keys), seed) if unread else None,
+        stored=StoredWeights(tuple(files), tuple(skip_keys), seed) if unread else None,
     )
 
 

@@ -89,6 +89,9 @@ class Sd3Denoiser(Denoiser):
         """The blocks. What is left, embedders and output layer, is small and of the same precision."""
         return list(self.transformer_blocks)
 
+    def compile_units(self) -> list[nn.Module]:
+        return list(self.transformer_blocks)
+
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         prompts = cast(PromptEmbeds, conditioning)
         self._check(x, sigma, prompts)
@@ -97,7 +100,7 @@ class Sd3Denoiser(Denoiser):
         temb = self.time_text_embed(sigma.float() * 1000.0, prompts.pooled.to(hidden.dtype))
         context = self.context_embedder(prompts.embeds.to(hidden.dtype))
         for block in self.transformer_blocks:
-            context, hidden = block(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
+            context, hidden = self.run(block, hidden, context, temb)
         return self._unpatchify(self.proj_out(self.norm_out(hidden, temb)), x.shape).float()
 
     def _check(self, x: Tensor, sigma: Tensor, prompts: PromptEmbeds) -> None:

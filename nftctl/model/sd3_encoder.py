@@ -18,7 +18,9 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
-from nftctl.model.remembered import CACHE_BYTES, Remembered
+from nftctl.model.remembered import CACHE_BYTES, RememberingEncoder
+from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
+from nftctl.tensorfile import TRANSFORMERS_STEM, weight_files
 
 T5_TOKENS = 256
 """Tokens of the T5 part, as many as the pipeline's default; without T5 they are zeros, as upstream has it."""
@@ -57,14 +59,22 @@ class TextParts:
         return [pair[0] for pair in (self.clip_l, self.clip_g, self.t5) if pair is not None]
 
 
-class Sd3PromptEncoder:
-    """The frozen encoders behind `StableDiffusion3Pipeline.encode_prompt`, with a bounded memory.
+class Sd3PromptEncoder(RememberingEncoder[str, PromptEmbeds]):
+    """The frozen encoders behind `StableDiffusion3Pipeline.encode_prompt`. A negative prompt is a prompt.
 
-    Each prompt runs alone, so its embeddings do not depend, bit for bit, on which prompts came with it. The branch
-    does not matter either: a negative prompt is a prompt.
+    `home` is `model.prompt_encoder`; wherever the encoders are to live, they are given on the device or in host memory.
     """
 
-    def __init__(self, parts: TextParts, transformer: Any, device: torch.device, *, cache_bytes: int = CACHE_BYTES):
+    def __init__(
+        self,
+        parts: TextParts,
+        transformer: Any,
+        device: torch.device,
+        *,
+        home: str = "resident",
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        super().__init__(_residence(home, parts, device), cache_bytes)
         self.parts = parts
         for module in parts.encoders():
             module.requires_grad_(False).eval()
@@ -78,28 +88,42 @@ class Sd3PromptEncoder:
             text_encoder_3=t5, tokenizer_3=t5_tokenizer,
         )  # fmt: skip
         self.device = device
-        self._remembered: Remembered[str, PromptEmbeds] = Remembered(cache_bytes)
 
-    @property
-    def encoded(self) -> int:
-        """Prompts really run through the encoders so far."""
-        return self._remembered.made
-
-    def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Conditioning]:
-        """Return the embeddings of each prompt, in order; equal prompts share one object."""
-        unique = {prompt: self._one(prompt) for prompt in dict.fromkeys(prompts)}
-        return [unique[prompt] for prompt in prompts]
-
-    def _one(self, prompt: str) -> PromptEmbeds:
-        return self._remembered.get(prompt, lambda: self._run(prompt))
+    def _key(self, prompt: str, negative: bool) -> str:
+        return prompt
 
     @torch.no_grad()
-    def _run(self, prompt: str) -> PromptEmbeds:
+    def _run(self, prompt: str, negative: bool) -> PromptEmbeds:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=[prompt], prompt_2=None, prompt_3=None, device=self.device, do_classifier_free_guidance=False,
             max_sequence_length=T5_TOKENS,
         )  # fmt: skip
         return PromptEmbeds(embeds, pooled)
+
+
+def _residence(home: str, parts: TextParts, device: torch.device) -> Residence:
+    encoders = parts.encoders()
+    if home == "offload":
+        return InHostMemory(encoders, device)
+    if home != "per-step":
+        return Residence()
+    sources = [(encoder, Path(encoder.name_or_path), encoder.dtype) for encoder in encoders]
+
+    def read() -> None:
+        for encoder, folder, dtype in sources:
+            fresh = _load_encoder(folder, type(encoder), dtype).to(device)
+            encoder.load_state_dict(fresh.state_dict(), assign=True)
+
+    def drop() -> None:
+        for encoder in encoders:
+            forget(encoder)
+
+    for encoder in encoders:
+        for buffer in encoder.buffers():
+            buffer.data = buffer.data.to(device)
+    drop()
+    files = [file for _, folder, _ in sources for file in weight_files(folder, TRANSFORMERS_STEM)]
+    return ReadAnew(read, drop, files, device)
 
 
 def load_text_parts(base: Path, *, t5: bool, dtype: torch.dtype, device: torch.device) -> TextParts:

@@ -18,12 +18,9 @@ from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_BASE, is_folder, local
 from nftctl.profile.prompts import base_folder
 from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
 from nftctl.run.directory import RunDirectory
-from nftctl.run.hashing import fingerprint_base, fingerprint_folder
-from nftctl.run.manifest import Manifest, read_manifest, verify
+from nftctl.run.hashing import Note, fingerprint_base, fingerprint_denoiser, fingerprint_folder, silent
+from nftctl.run.manifest import Manifest, read_whole
 from nftctl.run.stored import StoredTensors
-
-SHOWN = 4
-"""Faults of a damaged checkpoint that one message names."""
 
 COPIES = ("policy", "old", "ema")
 """Copies of the weights that a checkpoint may hold."""
@@ -104,13 +101,16 @@ class Trained:
             )
         return value
 
-    def base(self, given: str = "") -> Path:
-        """The folder of the base, proven to be the one of the training. Reads all of it."""
+    def base(self, given: str = "", note: Note = silent) -> Path:
+        """The folder of the base, proven to be the one of the training. Reads all of it.
+
+        A run from a distributed checkpoint began from a denoiser alone, so any base with that denoiser is its base.
+        """
         folder = base_folder(self.init_from(given))
         if not is_folder(folder):
             raise CheckpointUnusable(f"the base {folder} is not there", hint="say where it is now: --base FOLDER")
-        found = fingerprint_base(folder)
-        if found != self.fingerprint:
+        found = fingerprint_base(folder, note)
+        if found != self.fingerprint and fingerprint_denoiser(folder) != self.fingerprint:
             raise CheckpointUnusable(
                 f"{folder} is not the base that {self.folder} was trained on: "
                 f"its fingerprint is {found[:12]}, the checkpoint's is {self.fingerprint[:12]}",
@@ -133,14 +133,7 @@ class Trained:
 
 def open_trained(folder: Path) -> Trained:
     """Open a checkpoint, hashing every byte of it. Raises CheckpointUnusable with its faults."""
-    faults = verify(folder)
-    more = len(faults) - SHOWN
-    if faults:
-        raise CheckpointUnusable(
-            f"{folder} is damaged: " + "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else ""),
-            hint=f"choose another step folder; `nftctl inspect-checkpoint {folder} --verify` lists every fault",
-        )
-    manifest = read_manifest(folder)
+    manifest = read_whole(folder)
     run = RunDirectory(folder.absolute().parent.parent)
     if not (run.run_json.is_file() and run.resolved_json.is_file()):
         return Trained(folder, manifest, None)

@@ -1,14 +1,15 @@
-"""Strict loading of a diffusers component's safetensors into modules made on the meta device.
+"""Strict loading of safetensors, a diffusers component's or a distributed checkpoint's, into modules made on meta.
 
 Every tensor is accounted for by name before the first byte is read: missing, unexpected and wrongly shaped ones are
-all listed in one refusal. Persistent buffers are tensors of the checkpoint as well. Nothing but safetensors is opened.
+listed in one refusal. Persistent buffers are tensors of the checkpoint as well. Nothing but safetensors is opened.
 Owns `rl.init_keys_to_skip_loading`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused
 from nftctl.model.family import LoadReport
 from nftctl.profile.schema import Model
-from nftctl.tensorfile import weight_files
+from nftctl.run.stored import StoredTensors
+from nftctl.tensorblocks import Block, Form
+from nftctl.tensorfile import STEM
 
 
 @dataclass(frozen=True)
@@ -55,35 +58,53 @@ def stored_dtype(model: Model) -> torch.dtype:
 
 
 class Tensors:
-    """The open files of a component: names, shapes, and tensors on demand."""
+    """The open files of a denoiser: names, shapes, and tensors on demand, each in one file or cut over several."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        self.handles: dict[str, Any] = {}
-        for file in weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointUnusable(f"{file} is damaged: {error}") from error
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if name in self.handles:
-                    raise CheckpointUnusable(f"{folder} holds {name} twice")
-                self.handles[name] = handle
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
+        self.files, self.folder = files, files[0].parent
+        self.stored = StoredTensors(files)
+        try:
+            self._handles = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointUnusable(f"{self.folder} is damaged: {error}") from error
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.handles[name].get_slice(name).get_shape())
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """Dtype and shape of each, by name."""
+        return self.stored.forms
+
+    def as_stored(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, as the files have it, on the CPU. One that lies in one file is mapped."""
+        blocks = self.stored.wholes[name].blocks
+        if len(blocks) > 1:
+            return self._joined(name, blocks, rows or slice(None))
+        handle = self._handles[blocks[0].path]
+        tensor: Tensor = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+        return tensor
+
+    def _joined(self, name: str, blocks: Sequence[Block], rows: slice) -> Tensor:
+        """Those rows out of the blocks that hold some of them; of the others nothing is read."""
+        shape = self.forms[name][1]
+        first, last, _ = rows.indices(shape[0])
+        whole: Tensor = self._handles[blocks[0].path].get_slice(name)[:0].new_empty((max(last - first, 0), *shape[1:]))
+        for block in blocks:
+            start, columns = block.offsets[0], zip(block.offsets[1:], block.shape[1:], strict=True)
+            begin, end = max(first, start), min(last, start + block.shape[0])
+            if begin < end:
+                place = (slice(begin - first, end - first), *(slice(o, o + n) for o, n in columns))
+                whole[place] = self._handles[block.path].get_slice(name)[begin - start : end - start]
+        return whole
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor, or some of its rows, as the file has it, on the CPU."""
-        handle = self.handles[name]
-        tensor: Tensor = handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
+        """The same, refused where it holds no floating-point numbers."""
+        tensor = self.as_stored(name, rows)
         if not tensor.is_floating_point():
             raise CheckpointUnusable(f"{self.folder}: {name} is {tensor.dtype}, not a floating-point tensor")
         return tensor
 
 
 def load_strictly(
-    folder: Path,
+    files: Sequence[Path],
     stock: nn.Module,
     destinations: Sequence[Destination],
     *,
@@ -91,7 +112,7 @@ def load_strictly(
     skip_keys: Sequence[str] = (),
     seed: int = 0,
 ) -> LoadReport:
-    """Fill the destinations, whose parameter names are those of `stock`, from the safetensors in `folder`.
+    """Fill the destinations, whose parameter names are those of `stock`, from these safetensors files.
 
     `optional` are prefixes of tensors that may be absent; they are checked but not read unless a destination has them.
     Parameters whose name holds one of `skip_keys` start from their own initialisation, seeded by `seed` and name.
@@ -101,7 +122,7 @@ def load_strictly(
     _refuse_idle_keys(skip_keys, expected)
     used = {name for d in destinations for name in d.module.state_dict()}
     with ExitStack() as stack:
-        tensors = Tensors(folder, stack)
+        tensors = Tensors(files, stack)
         _refuse_differences(tensors, expected, skipped, optional)
         for destination in destinations:
             _fill(destination, tensors, skipped, seed)
@@ -126,18 +147,44 @@ def _refuse_idle_keys(skip_keys: Sequence[str], expected: Mapping[str, object]) 
 def _refuse_differences(
     tensors: Tensors, expected: Mapping[str, tuple[int, ...]], skipped: set[str], optional: tuple[str, ...]
 ) -> None:
-    there = tensors.handles.keys()
-    wrong = [f"missing {name}" for name in expected if name not in there and name not in skipped]
-    wrong = [line for line in wrong if not line.removeprefix("missing ").startswith(optional or ("\0",))]
-    wrong += [f"unexpected {name}" for name in there if name not in expected]
-    for name in sorted(there & expected.keys()):
-        if name not in skipped and tensors.shape(name) != expected[name]:
-            wrong.append(f"{name} is {list(tensors.shape(name))}, the config says {list(expected[name])}")
-    if wrong:
-        raise CheckpointUnusable(
-            f"the weights in {tensors.folder} do not match their config, {len(wrong)} of {len(expected)} tensors:\n  "
-            + "\n  ".join(wrong)
-        )
+    wrong = differences(tensors.forms, expected, optional, skipped)
+    if not wrong:
+        return
+    component = any(path.name.startswith(STEM.partition(".")[0]) for path in tensors.files)
+    prefix = "" if component else common_prefix(tensors.forms, expected)
+    command = f"nftctl convert {shlex.quote(str(tensors.folder))} NEW --like BASE --strip-prefix {shlex.quote(prefix)}"
+    raise CheckpointUnusable(
+        f"the weights in {tensors.folder} do not match their config, {len(wrong)} of {len(expected)} tensors:\n  "
+        + "\n  ".join(wrong),
+        hint=f"they have a prefix: {command}" if prefix else "",
+    )
+
+
+def differences(
+    forms: Mapping[str, Form],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: tuple[str, ...] = (),
+    skipped: Collection[str] = (),
+) -> list[str]:
+    """What keeps stored tensors from being those of a model, a line each; `optional` are beginnings of names."""
+    wrong = [f"missing {n}" for n in expected if n not in forms and n not in skipped and not n.startswith(optional)]
+    wrong += [f"unexpected {name}" for name in forms if name not in expected]
+    wrong += [
+        f"{name} is {list(forms[name][1])}, the config says {list(expected[name])}"
+        for name in sorted(forms.keys() & expected.keys())
+        if name not in skipped and forms[name][1] != expected[name]
+    ]
+    return wrong
+
+
+def common_prefix(forms: Mapping[str, Form], expected: Mapping[str, object]) -> str:
+    """The prefix under which most of the expected names are there, if there is one."""
+    first = next(iter(expected))
+    for name in forms:
+        prefix = name.removesuffix(first)
+        if prefix and name.endswith(f".{first}") and sum(f"{prefix}{n}" in forms for n in expected) > len(expected) / 2:
+            return prefix
+    return ""
 
 
 def _fill(destination: Destination, tensors: Tensors, skipped: set[str], seed: int) -> None:
@@ -161,7 +208,7 @@ def _fill(destination: Destination, tensors: Tensors, skipped: set[str], seed: i
 class StoredWeights:
     """The parameters of a module that `load_strictly` checked and left unread, and how to read them."""
 
-    folder: Path
+    files: tuple[Path, ...]
     skip_keys: tuple[str, ...]
     seed: int
 
@@ -175,7 +222,7 @@ class StoredWeights:
         # What shards the module hooks into this, and so keeps its own buffers in step; `to_empty` would void buffers.
         module._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
         with ExitStack() as stack:
-            tensors = Tensors(self.folder, stack)
+            tensors = Tensors(self.files, stack)
             for name, parameter in module.named_parameters():
                 if name in unread:
                     self._read(module, name, parameter, tensors)

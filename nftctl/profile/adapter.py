@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from nftctl.profile.schema import Profile
 from nftctl.profile.t2i import LoraScope
+from nftctl.profile.targets import selects
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Tensor name -> shape, as a transformer's headers list them."""
@@ -17,9 +18,9 @@ Modules = Mapping[str, tuple[int, int]]
 """Name of a linear module -> (out, in)."""
 
 CHECKPOINT_COPIES = 4
-"""Policy, old, and the two moments of AdamW; float32 each."""
+"""Policy, old, and the two moments of AdamW; float32 each. The average of the policy is one more."""
 
-_SAVED_TENSORS = CHECKPOINT_COPIES + 1  # per adapter tensor: the copies, and AdamW's step count
+_SAVED_TENSORS = CHECKPOINT_COPIES + 1  # per trained tensor: the copies, and AdamW's step count
 _ENTRY_BYTES = 512  # of a checkpoint, per tensor: its header and its line in the manifest
 
 
@@ -30,8 +31,8 @@ def denoiser_modules(shapes: Shapes, scope: LoraScope) -> dict[str, tuple[int, i
 
 
 def selected(target: str, modules: Modules) -> list[str]:
-    """The modules that a LoRA target names, in full or by suffix."""
-    return [name for name in modules if name == target or name.endswith(f".{target}")]
+    """The modules that a LoRA target selects."""
+    return [name for name in modules if selects(target, name)]
 
 
 def adapted(targets: Sequence[str], modules: Modules) -> dict[str, tuple[int, int]]:
@@ -45,10 +46,10 @@ def adapter_numbers(modules: Modules, rank: int) -> int:
     return sum(rank * (out + into) for out, into in modules.values())
 
 
-def checkpoint_bytes(modules: Modules, rank: int) -> int:
-    """Size of one checkpoint: float32 copies of the adapter, and a header per tensor."""
-    tensors = 2 * len(modules) * _SAVED_TENSORS
-    return CHECKPOINT_COPIES * 4 * adapter_numbers(modules, rank) + tensors * _ENTRY_BYTES
+def checkpoint_bytes(profile: Profile, tensors: int, numbers: int) -> int:
+    """Size of one checkpoint of a policy of so many tensors and numbers: its float32 copies, a header per tensor."""
+    average = profile.rl.ema_decay > 0
+    return (CHECKPOINT_COPIES + average) * 4 * numbers + (_SAVED_TENSORS + average) * tensors * _ENTRY_BYTES
 
 
 def most_checkpoints(profile: Profile) -> int:

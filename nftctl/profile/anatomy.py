@@ -39,8 +39,8 @@ class Anatomy:
     """Layers that keep activations."""
     latent: int
     """Numbers in a latent."""
-    saved: Callable[[Modules], int]
-    """What autograd keeps of one sample, given the adapted modules."""
+    saved: Callable[[Modules | None], int]
+    """What autograd keeps of one sample, given the adapted modules; None: all weights of the denoiser are trained."""
     working: int
     """What a layer at work holds of one sample."""
 

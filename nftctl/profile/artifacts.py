@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.profile.hub import HubId
-from nftctl.tensorfile import STEM, safetensors_header, weight_files
+from nftctl.tensorblocks import read_wholes, shard_config, shard_files
+from nftctl.tensorfile import STEM, weight_files
 
 PACKAGE = Path(__file__).parent.parent
 EMBEDDED = "embedded"
@@ -29,20 +30,45 @@ class Base:
     folder: Path
     reason: str = ""
 
+    @property
+    def config_folder(self) -> Path:
+        """Where the transformer's config.json is."""
+        beside = shard_config(self.folder) if self.kind == "dcp" else None
+        return beside or self.folder / "transformer"
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that hold the transformer. Raises CheckpointUnusable when some are missing."""
+        return shard_files(self.folder) if self.kind == "dcp" else weight_files(self.folder / "transformer")
+
+    def weights(self) -> Weights:
+        """The transformer by its headers."""
+        return _read_headers(self.folder, self.weight_files)
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether it is a distributed checkpoint whose metadata is a pickle."""
+        return self.kind == "dcp" and is_file(self.folder / ".metadata")
+
     def has(self, *parts: str) -> bool:
         """Whether the folder holds one of these subfolders."""
         return any(is_folder(self.folder / part) for part in parts)
 
     def transformer_class(self) -> str:
-        """The class that transformer/config.json declares, or an empty string."""
+        """The class that the transformer's config.json declares, or an empty string."""
         return str(self.transformer_config().get("_class_name") or "")
 
     def transformer_config(self) -> Mapping[str, Any]:
-        """transformer/config.json, empty where it is no JSON object."""
-        return read_object(self.folder / "transformer" / "config.json")
+        """The transformer's config.json, empty where it is no JSON object."""
+        return read_object(self.config_folder / "config.json")
 
-    def latents_are_pixels(self) -> bool:
-        """Whether model_index.json lists the VAE as absent."""
+    def latents_are_pixels(self, vae: str) -> bool:
+        """Whether model_index.json lists the VAE as absent.
+
+        A distributed checkpoint has no such list: there latents are pixels that have three channels and for which
+        `model.vae` names nothing. Preflight lets that pass only under a contract whose latents are pixels.
+        """
+        if self.kind == "dcp":
+            return not vae and self.transformer_config().get("latent_channel") == 3
         return self.lists_as_absent("vae")
 
     def used_text_parts(self, parts: Sequence[tuple[str, str]], *, t5: bool) -> list[tuple[str, str]]:
@@ -65,15 +91,16 @@ class Weights:
 
 def read_weights(component: Path, stem: str = STEM) -> Weights:
     """The headers of a component in diffusers layout, in one file or split behind an index."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    return _read_headers(component, lambda: weight_files(component, stem))
+
+
+def _read_headers(folder: Path, files: Callable[[], list[Path]]) -> Weights:
     try:
-        for file in weight_files(component, stem):
-            shapes |= {name: info.shape for name, info in safetensors_header(file).items()}
+        return Weights({name: whole.form[1] for name, whole in read_wholes(files()).items()})
     except CheckpointUnusable as error:
         return Weights(reason=error.message)
     except (OSError, ValueError) as error:
-        return Weights(reason=f"{component} cannot be read: {getattr(error, 'strerror', None) or error}")
-    return Weights(shapes)
+        return Weights(reason=f"{folder} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def inspect_base(value: str) -> Base:
@@ -84,14 +111,27 @@ def inspect_base(value: str) -> Base:
     hub = hub_id(value)
     if not exists(folder):
         return Base("hub", folder) if hub else Base("unreadable", folder, f"{folder} is not there")
+    base = inspect_folder(folder)
+    # A snapshot that lacks its index may well have another program's weights beside the folders of its parts.
+    return Base("hub", folder, base.reason or _lacks(folder)) if hub and base.kind != "diffusers" else base
+
+
+def inspect_folder(folder: Path) -> Base:
+    """What kind of base a folder is."""
     if not is_folder(folder):
         return Base("unreadable", folder, f"{folder} is not a folder")
     if is_file(folder / "transformer" / "config.json") and is_file(folder / "model_index.json"):
         return Base("diffusers", folder)
-    if is_file(folder / ".metadata") or _has_shards(folder):
+    if is_file(folder / STEM) or is_file(folder / f"{STEM}.index.json"):
+        return Base("unreadable", folder, f"{folder} is one part of a base; name the folder that it lies in")
+    if not is_file(folder / "model_index.json") and (is_file(folder / ".metadata") or _has_shards(folder)):
         return Base("dcp", folder)
+    return Base("unreadable", folder, _lacks(folder))
+
+
+def _lacks(folder: Path) -> str:
     lacking = [n for n in ("model_index.json", "transformer/config.json") if not is_file(folder / n)]
-    return Base("hub" if hub else "unreadable", folder, f"{folder} has no {' and no '.join(lacking)}")
+    return f"{folder} has no {' and no '.join(lacking)}"
 
 
 def hub_id(value: str) -> HubId | None:

@@ -28,20 +28,23 @@ _DECODED_MAPS = 4  # of the widest full-size layer of a VAE that are alive at on
 _WAN_TILE = 256  # pixels a side
 
 
+When = Literal["always", "encoding", "rollout", "training", "rollout and training"]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a rank's memory. `when` says in which phase it is there; `how` is the formula in words."""
+    """One part of a rank's memory. `when` names the phases in which it is there; `how` is the formula in words."""
 
     name: str
     bytes: int
-    when: Literal["always", "rollout", "training"]
+    when: When
     how: str
     rough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """All parts of one rank. The peak is what is always there and the larger of the two phases."""
+    """All parts of one rank. The peak is what is always there and the fullest phase."""
 
     parts: tuple[Part, ...]
 
@@ -52,11 +55,11 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes in the fuller of rollout and training."""
-        return self.always + max(self._during("rollout"), self._during("training"))
+        """Bytes in the fullest phase of a step: its new prompts are encoded, then it samples, then it trains."""
+        return self.always + max(map(self._during, ("encoding", "rollout", "training")))
 
-    def _during(self, when: str) -> int:
-        return sum(part.bytes for part in self.parts if part.when == when)
+    def _during(self, phase: str) -> int:
+        return sum(part.bytes for part in self.parts if phase in part.when)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Decoder:
 
 def read_decoder(base: Base, model: Model, family: str) -> Decoder:
     """The VAE that a run would load; keys that its config.json leaves out have diffusers' defaults."""
-    if base.latents_are_pixels():
+    if base.latents_are_pixels(model.vae):
         return Decoder(0, 1, 0, 1, 1)
     folder = local(model.vae) if model.vae else base.folder / "vae"
     config = read_object(folder / "config.json")
@@ -109,10 +112,11 @@ def estimate(
     modules = adapted(profile.model.lora.targets, denoiser_modules(weights.shapes, contract.lora))
     return Memory(
         (
-            *_base(profile, size),
-            Part("prompt encoder", size.encoder, "always", f"whole on each rank, {profile.model.dtype}"),
+            *_shards(profile, size),
+            _gathered(profile, size),
+            _prompt_encoder(profile, size),
             _prompt_cache(profile, size, prompts),
-            *_adapter(adapter_numbers(modules, profile.model.lora.rank)),
+            *_trained(profile, size, adapter_numbers(modules, profile.model.lora.rank)),
             _activations(profile, size, modules),
             _latents(profile, size),
             *_decode(profile, decoder),
@@ -120,32 +124,85 @@ def estimate(
     )
 
 
-def _adapter(numbers: int) -> Iterator[Part]:
-    how = f"policy and old, {numbers:,} float32 numbers each, whole on each rank"
-    yield Part("LoRA", 2 * 4 * numbers, "always", how)
+def in_denoiser(family: str, name: str) -> bool:
+    """Whether a tensor of a family's transformer is one that training all weights would move."""
+    return name != estimate_sd3.TABLE if family == "sd3" else estimate_cosmos3.in_denoiser(name)
+
+
+def _trained(profile: Profile, size: Anatomy, numbers: int) -> Iterator[Part]:
+    """Copies of an adapter of that many numbers, and what the optimizer adds to whatever is trained."""
+    if profile.model.train == "full":
+        shard = _sharded(profile, size, stored=True)
+        yield Part("gradients", shard, "training", "float32, each rank's share")
+        how = "gradients of the largest unit, whole, and in float32 on their way to their ranks"
+        yield Part("reduction", _units(profile, size)[0] + _units(profile, size, stored=True)[0], "training", how, True)
+        yield Part("optimizer", 2 * shard, "always", "two float32 moments of AdamW, each rank's share")
+        return
+    names = ["policy", "old", *(["EMA"] if profile.rl.ema_decay > 0 else [])]
+    which = f"{', '.join(names[:-1])} and {names[-1]}"
+    how = f"{which}, {numbers:,} float32 numbers each, whole on each rank"
+    yield Part("LoRA", len(names) * 4 * numbers, "always", how)
     yield Part("gradients", 2 * 4 * numbers, "training", "float32, and the flat bucket that is reduced over the ranks")
     yield Part("optimizer", 2 * 4 * numbers, "always", "two float32 moments of AdamW")
 
 
-def _base(profile: Profile, size: Anatomy) -> Iterator[Part]:
-    model, ranks = profile.model, profile.ranks
+def _shards(profile: Profile, size: Anatomy) -> Iterator[Part]:
+    rl, cut = profile.rl, f"each tensor cut over {profile.ranks} ranks"
+    if profile.model.train == "lora":
+        yield Part("base shard", _sharded(profile, size), "always", f"the denoiser, {cut}")
+        return
+    copies = {"policy": True, "old": rl.old.build_old, "reference": rl.kl_beta > 0, "EMA": rl.ema_decay > 0}
+    for name, kept in copies.items():
+        if kept:
+            yield Part(name, _sharded(profile, size, stored=True), "always", f"the denoiser, float32, {cut}")
 
-    def held(name: str, shape: tuple[int, ...]) -> int:
-        return tensor_bytes(name, shape, model.dtype, size.fp32)
 
-    shard = sum(held(name, (-(-shape[0] // ranks), *shape[1:])) for name, shape in size.denoiser.items() if shape)
-    yield Part("base shard", shard, "always", f"the denoiser, each tensor cut over {ranks} ranks")
+def _sharded(profile: Profile, size: Anatomy, *, stored: bool = False) -> int:
+    """Bytes of a rank's rows of every tensor; `stored` counts numbers that an optimizer moves, which are float32."""
+    dtype = "float32" if stored else profile.model.dtype
+    rows = {name: (-(-shape[0] // profile.ranks), *shape[1:]) for name, shape in size.denoiser.items() if shape}
+    return sum(tensor_bytes(name, shape, dtype, size.fp32) for name, shape in rows.items())
+
+
+def _units(profile: Profile, size: Anatomy, *, stored: bool = False) -> list[int]:
+    """Bytes of each unit of sharding, the largest first."""
+    units: dict[str, int] = {}
+    for name, shape in size.denoiser.items():
+        held = tensor_bytes(name, shape, "float32" if stored else profile.model.dtype, size.fp32)
+        units[size.unit(name)] = units.get(size.unit(name), 0) + held
+    return sorted(units.values(), reverse=True)
+
+
+def _gathered(profile: Profile, size: Anatomy) -> Part:
+    units, model = _units(profile, size), profile.model
+    when: When = "always" if _encodes_at(profile) == "always" else "rollout and training"
     if model.shard == "reshard":
-        units: dict[str, int] = {}
-        for name, shape in size.denoiser.items():
-            units[size.unit(name)] = units.get(size.unit(name), 0) + held(name, shape)
-        two = sum(sorted(units.values())[-2:])
-        yield Part("gathered base", two, "always", "the two largest units: one computes, the next is gathered", True)
-    else:
-        whole = sum(held(name, shape) for name, shape in size.denoiser.items())
-        how = "the whole denoiser, kept through the step"
+        how = "the two largest units: one computes, the next is gathered"
+        return Part("gathered base", sum(units[:2]), when, how, True)
+    how = (
+        f"the whole denoiser, {model.dtype}, kept through the step"
+        if model.train == "full"
+        else ("the whole denoiser, kept through the step")
+    )
+    if model.shard == "auto":
         how += "; where it takes over half of a GPU's free memory, auto gathers layer by layer instead"
-        yield Part("gathered base", whole, "always", how if model.shard == "auto" else how.split(";")[0])
+    return Part("gathered base", sum(units), when, how)
+
+
+def _encodes_at(profile: Profile) -> When:
+    """When the prompt encoder is on the device: in host memory it still is where ranks compute there."""
+    home = profile.model.prompt_encoder
+    leaves = home == "per-step" or (home == "offload" and profile.grid.device != "cpu")
+    return "encoding" if leaves else "always"
+
+
+def _prompt_encoder(profile: Profile, size: Anatomy) -> Part:
+    how = f"whole on each rank, {profile.model.dtype}"
+    if profile.model.prompt_encoder == "offload":
+        how += "; otherwise in host memory"
+    elif profile.model.prompt_encoder == "per-step":
+        how += "; otherwise nowhere"
+    return Part("prompt encoder", size.encoder, _encodes_at(profile), how)
 
 
 def _prompt_cache(profile: Profile, size: Anatomy, prompts: Sequence[str]) -> Part:
@@ -167,9 +224,15 @@ def _training_rows(profile: Profile) -> int:
 
 
 def _activations(profile: Profile, size: Anatomy, modules: Modules) -> Part:
-    training = _training_rows(profile) * (size.saved(modules) + size.working)
+    saved = size.saved(None if profile.model.train == "full" else modules)
+    training = _training_rows(profile) * (saved + size.working)
     held = max(training, _rollout_rows(profile) * size.working)
-    how = f"{_training_rows(profile)} x {size.tokens} tokens kept for the backward, {size.layers} layers, one at work"
+    what = (
+        "inputs of {} layers kept for the backward, one run again"
+        if profile.model.gradient_checkpointing
+        else ("kept for the backward, {} layers, one at work")
+    )
+    how = f"{_training_rows(profile)} x {size.tokens} tokens {what.format(size.layers)}"
     return Part("activations", held, "training", how, True)
 
 

@@ -15,6 +15,7 @@ from nftctl.profile.anatomy import ITEM_BYTES, Anatomy, tensor_bytes
 from nftctl.profile.artifacts import Base, Weights
 from nftctl.profile.schema import Model, Profile
 
+_TIMESTEP = 256  # sines and cosines of a timestep
 _TEMPLATE_TOKENS = 64  # a system prompt and a resolution sentence, about
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -97,7 +98,9 @@ def anatomy(profile: Profile, base: Base, weights: Weights, scale: int, prompts:
         tokens=size.tokens,
         layers=size.layers,
         latent=size.latent,
-        saved=lambda modules: saved_activations(size, modules, rank, item, longest),
+        saved=lambda modules: saved_activations(
+            size, modules, rank, item, longest, checkpointing=model.gradient_checkpointing
+        ),
         working=size.tokens * (4 * size.hidden + 2 * size.queries + 2 * size.keys + 3 * size.inner) * item,
     )
 
@@ -122,9 +125,13 @@ def prompt_tokens(profile: Profile, text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // 3) + (_TEMPLATE_TOKENS if templates else 2)
 
 
-def saved_activations(size: Geometry, modules: Modules, rank: int, item: int, prompt: int) -> int:
+def saved_activations(
+    size: Geometry, modules: Modules | None, rank: int, item: int, prompt: int, *, checkpointing: bool = False
+) -> int:
     """Bytes that autograd keeps of one sample: frozen layers of `item` bytes a number, adapters in float32.
 
+    Without `modules` all weights are trained: every linear layer keeps its input, and every norm what it scales.
+    With `checkpointing` that is one layer's share, while the backward is in it, and every layer's input.
     `prompt` is the number of prompt tokens. Derived from the layers' own operations: a norm keeps its input (and a
     float32 copy of a bfloat16 one), attention its queries, keys, values and output, the MLP three inner products, and
     an adapter its input in float32 and its inner product.
@@ -135,8 +142,18 @@ def saved_activations(size: Geometry, modules: Modules, rank: int, item: int, pr
     layer += size.tokens * size.queries * item + (size.tokens + prompt) * 2 * size.keys * item
     layer += size.tokens * size.queries // size.head * 4  # log-sum-exp
     layer += 3 * size.tokens * size.inner * item
-    total = size.layers * layer + 2 * size.tokens * size.head * item
-    return total + size.tokens * _adapter_inputs(size, modules, rank, item)
+    ends = size.tokens * (2 * size.head * item + size.hidden * norm + 4)  # positions, and the last norm
+    if modules is None:
+        scaled, read = 2 * size.hidden + size.queries + size.keys, 2 * size.hidden + size.queries + size.inner
+        inside = size.layers * (layer + size.tokens * (scaled + read) * item)
+        # What the two projections read, and the timestep's embedder.
+        ends += size.tokens * 2 * size.hidden * item + size.latent * item
+        ends += (_TIMESTEP + 2 * size.hidden) * 4
+    else:
+        inside = size.layers * layer + size.tokens * _adapter_inputs(size, modules, rank, item)
+    if checkpointing:
+        inside = inside // size.layers + size.layers * size.tokens * size.hidden * item
+    return inside + ends
 
 
 def _adapter_inputs(size: Geometry, modules: Modules, rank: int, item: int) -> int:

@@ -18,7 +18,7 @@ from nftctl.tensorfile import TRANSFORMERS_STEM
 
 T5_TOKENS = 256
 _CLIP_TOKENS = 77
-_TABLE = "pos_embed.pos_embed"
+TABLE = "pos_embed.pos_embed"
 _LAYER = re.compile(r"transformer_blocks\.(\d+)\.")
 _SHARED = ("shared.weight", "encoder.embed_tokens.weight")  # T5's one embedding under two names
 
@@ -83,7 +83,7 @@ def anatomy(
     encoders = [folder for folder, _ in base.used_text_parts(text_parts, t5=model.t5)]
     per_prompt = (size.prompt * size.joint + size.pooled) * item
     return Anatomy(
-        denoiser={name: shape for name, shape in weights.shapes.items() if name != _TABLE},
+        denoiser={name: shape for name, shape in weights.shapes.items() if name != TABLE},
         fp32="",
         layer=_LAYER,
         encoder=sum(_encoder_bytes(base, folder, model.dtype) for folder in encoders),
@@ -92,7 +92,7 @@ def anatomy(
         tokens=size.image,
         layers=size.layers,
         latent=size.latent,
-        saved=lambda modules: saved_activations(size, modules, rank, item),
+        saved=lambda modules: saved_activations(size, modules, rank, item, checkpointing=model.gradient_checkpointing),
         working=(size.image + size.prompt) * (8 * size.hidden + size.inner) * item,
     )
 
@@ -110,9 +110,14 @@ def _encoder_bytes(base: Base, folder: str, dtype: str) -> int:
     return sum(tensor_bytes(name, shape, dtype) for name, shape in shapes.items())
 
 
-def saved_activations(size: Geometry, modules: Modules, rank: int, item: int) -> int:
+def saved_activations(
+    size: Geometry, modules: Modules | None, rank: int, item: int, *, checkpointing: bool = False
+) -> int:
     """Bytes that autograd keeps of one sample: frozen layers of `item` bytes a number, adapters in float32.
 
+    Without `modules` all weights are trained: every linear layer keeps its input, and every product with a modulation
+    or a norm's scale keeps what is scaled.
+    With `checkpointing` that is one layer's share, while the backward is in it, and every layer's input.
     Derived from a block's own operations: a norm keeps its input, attention its queries, keys, values and output,
     a GELU its input, a norm of queries or keys its input (and a float32 copy of a bfloat16 one), and an adapter its
     input in float32 and its inner product.
@@ -124,8 +129,25 @@ def saved_activations(size: Geometry, modules: Modules, rank: int, item: int) ->
     total = size.layers * both * (stream + attention + normed) + size.dual * size.image * (attention + normed)
     # The last block leaves the prompt after its attention; the output's norm is one more.
     total -= size.prompt * (stream - (size.hidden * item + 2 * 4))
-    total += size.image * (size.hidden * item + 2 * 4)
-    return total + _adapter_inputs(size, modules, rank, item)
+    ends = size.image * (size.hidden * item + 2 * 4)
+    if modules is None:
+        inside = total + _whole_inputs(size) * item
+        ends += (2 * size.image * size.hidden + size.latent) * item
+    else:
+        inside = total + _adapter_inputs(size, modules, rank, item)
+    if checkpointing:
+        inside = inside // size.layers + size.layers * both * size.hidden * item
+    return inside + ends
+
+
+def _whole_inputs(size: Geometry) -> int:
+    """Numbers that all blocks keep of a sample besides, where every weight is trained."""
+    both, queries_keys = size.image + size.prompt, 2 * size.hidden if size.normed else 0
+    # Two normed inputs, two gated outputs, what attention and MLP read and what attention leaves; the MLP's middle.
+    block = 7 * size.hidden + size.inner + queries_keys
+    last = 5 * size.hidden + size.inner  # of which the last block makes nothing for the prompt
+    # The second attention reads an input and is gated; what it leaves is counted.
+    return size.layers * both * block - size.prompt * last + size.dual * size.image * (2 * size.hidden + queries_keys)
 
 
 def _adapter_inputs(size: Geometry, modules: Modules, rank: int, item: int) -> int:

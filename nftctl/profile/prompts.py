@@ -1,5 +1,6 @@
 """Prompt files: `.txt` with one prompt a line, or `.jsonl` with `prompt`, optional `reward_prompt` and `metadata`.
 
+A structured prompt may stand in a `.jsonl` row as the object that it is; the model reads it as its JSON text.
 Owns the way from a profile's words to files, and their strict reading: a line that is not of the declared format, an
 empty one included, is refused by its number, since skipping it would renumber every later row.
 """
@@ -129,22 +130,25 @@ def _json_line(line: str) -> Prompt:
     unknown = sorted(set(row) - {"prompt", "reward_prompt", "metadata"})
     if unknown:
         raise ValueError(f"{json.dumps(unknown[0])} is not one of prompt, reward_prompt, metadata")
-    text = _words(row, "prompt")
-    if text is None:
+    if "prompt" not in row:
         raise ValueError('the row has no "prompt"')
+    text = _prompt(row["prompt"])
     metadata = row.get("metadata", {})
     if not isinstance(metadata, dict):
         raise ValueError('"metadata" must be an object')
-    return Prompt(text, _words(row, "reward_prompt") or text, metadata)
+    reward_text = row.get("reward_prompt", text)
+    if not isinstance(reward_text, str) or not reward_text.strip():
+        raise ValueError('"reward_prompt" must be a text that is not empty: scorers read a plain sentence')
+    return Prompt(text, reward_text, metadata)
 
 
-def _words(row: dict[str, Any], key: str) -> str | None:
-    value = row.get(key)
-    if value is None and key not in row:
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'"{key}" must be a text that is not empty; a structured prompt is written as one JSON text')
-    return value
+def _prompt(value: object) -> str:
+    """A text as it is; an object as `json.dumps` writes it, which is how Cosmos3's pipeline is given such prompts."""
+    if isinstance(value, dict) and value:
+        return json.dumps(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    raise ValueError('"prompt" must be a text or, for a structured prompt, a JSON object; and not empty')
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
         "model.system_prompt", "model.resolution_template", "model.tokenizer", "model.t5", "model.lora.targets",
     ),
     "shift-for-size": ("rl.sampler_shift",),
+    "lora-pattern": ("model.lora.targets",),
     "lora-matches-nothing": ("model.lora.targets",),
     "lora-touches-prompt-encoder": ("model.lora.targets",),
     "lora-unused": ("model.train",),

@@ -110,8 +110,8 @@ class Rl(Section):
     profile: str = ""
     """Named text-to-image contract; required for images, empty for video."""
     init_from: str = ""
-    """Base weights: `embedded`, a diffusers folder, or a hub id `org/name@revision`, which is read from the local cache
-    and pinned to its commit. A DCP folder goes through `nftctl convert` first."""
+    """Base weights: `embedded`, a diffusers folder, a DCP folder of safetensors beside a transformer/config.json, or a
+    hub id `org/name@revision`, which is read from the local cache and pinned to its commit."""
     init_keys_to_skip_loading: list[str] = []
     """Substrings of parameter names that keep their seeded initialisation at a fresh launch."""
     group_size: int = 4
@@ -175,7 +175,9 @@ class Lora(Section):
     alpha: Positive = 32.0
     """Scale: the update is multiplied by alpha / rank."""
     targets: list[str] = ["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-    """Module-name suffixes in the denoiser; each must match at least one module."""
+    """Modules of the denoiser, by the end of their names (`add_q_proj`) or, between slashes, by a regular expression
+    that a whole name has to match (`/layers\\.[0-7]\\..*_proj/`); each must select at least one, and none of the prompt
+    encoder."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
     """Initialisation of A; B starts at zero."""
 
@@ -205,8 +207,17 @@ class Model(Section):
     saves its memory and its hold on long prompts, as if the base had none."""
     train: Literal["lora", "full"] = "lora"
     """What is trained: an adapter on the frozen base, or all weights of the denoiser (float32, sharded)."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Compile the denoiser's layers, one graph for each shape of batch; `auto` does on GPUs, unless
+    `job.deterministic` asks for the same bits from run to run."""
     shard: Literal["auto", "gather-once", "reshard"] = "auto"
     """Memory policy of the sharded base: keep it gathered through a step, or re-gather layer by layer."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward, which runs the layer again: less memory, about a third more
+    training time, the same numbers."""
+    prompt_encoder: Literal["resident", "offload", "per-step"] = "resident"
+    """Where what encodes prompts lives: on the compute device; in host memory, but for the time in which the new
+    prompts of a step are encoded; or nowhere, read again from the base when a new prompt comes. The same numbers."""
     system_prompt: bool = True
     """Put the family's system prompt before each prompt."""
     resolution_template: bool = True
@@ -222,7 +233,8 @@ class Data(Section):
     """Prompts and how they are consumed."""
 
     prompt_file: str = ""
-    """`.txt` (one prompt a line), `.jsonl` (`prompt`, optional `reward_prompt` and `metadata`), or `embedded`."""
+    """`.txt` (one prompt a line), `.jsonl` (`prompt`, a text or a JSON object; optional `reward_prompt` and `metadata`),
+    or `embedded`."""
     rows_per_step: Count = 4
     """Source rows per step; every rank makes one sample of each."""
     shuffle: bool = False

@@ -6,8 +6,14 @@ Owns the table only; preflight compares profiles with it. Group size is not part
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from nftctl.profile.targets import is_pattern, selects
+
+_MOST_LAYERS = 128  # of any base: a regular expression is tried on the names that there may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +27,37 @@ class LoraScope:
     prompt_encoder: tuple[str, ...]
 
     def touches_prompt_encoder(self, target: str) -> bool:
-        """Whether the suffix selects a module of the prompt encoder."""
-        return _selects(target, self.prompt_encoder)
+        """Whether the target selects a module of the prompt encoder."""
+        return bool(self.in_prompt_encoder(target))
+
+    def in_prompt_encoder(self, target: str) -> str:
+        """A module of the prompt encoder that the target selects, or empty."""
+        return _selected(target, self.prompt_encoder)
 
     def in_denoiser(self, target: str) -> bool:
-        """Whether the suffix selects a module of the denoiser."""
-        return _selects(target, self.denoiser)
+        """Whether the target selects a module of the denoiser."""
+        return bool(_selected(target, self.denoiser))
 
 
-def _selects(target: str, names: tuple[str, ...]) -> bool:
+def _selected(target: str, names: tuple[str, ...]) -> str:
+    if is_pattern(target):
+        return next((name for every in names for name in _numbered(every) if selects(target, name)), "")
     target = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", target)
-    return any(name == target or name.endswith(f".{target}") for name in names)
+    return next((name for name in names if selects(target, name)), "")
+
+
+@lru_cache(maxsize=256)
+def _numbered(name: str) -> tuple[str, ...]:
+    """The name with numbers for its stars: the first counts layers, any other the few parts of one."""
+    return tuple(_fill(name, _MOST_LAYERS))
+
+
+def _fill(name: str, most: int) -> Iterator[str]:
+    if "*" not in name:
+        yield name
+        return
+    for number in range(most):
+        yield from _fill(name.replace("*", str(number), 1), 4)
 
 
 @dataclass(frozen=True, slots=True)

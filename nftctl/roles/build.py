@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nftctl.model import adapters, shard
+from nftctl.model import adapters, compiled, shard
 from nftctl.model.copies import FullCopies, copies_of
 from nftctl.model.family import Family
 from nftctl.model.registry import load_family
@@ -53,6 +53,7 @@ class Roles:
     reward: RewardRole
     replay: ReplayRole
     policy: PolicyRole
+    lora_targets: Sequence[str]
 
     def gather(self) -> None:
         """Gather the sharded base for the phases that follow (unless it is re-gathered layer by layer)."""
@@ -70,6 +71,8 @@ class Roles:
             "base_parameters": sum(p.numel() for n, p in denoiser.named_parameters() if "lora_" not in n),
             "trained_parameters": sum(p.numel() for p in trained.values()),
             "trained_tensors": len(trained),
+            "adapted_modules": adapters.adapted_modules(denoiser, self.lora_targets),
+            "compiled_layers": sum(compiled.is_compiled(layer) for layer in denoiser.compile_units()),
             "prompts": len(self.data.prompts),
             "tensors_loaded": self.family.report.loaded,
             "tensors_expected": self.family.report.expected,
@@ -104,6 +107,7 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         reward=RewardRole(profile.reward, spec.endpoints, key=spec.request_key, rank=rank),
         replay=ReplayRole(profile, spec.component_names, control),
         policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
+        lora_targets=profile.model.lora.targets,
     )
 
 
@@ -118,5 +122,7 @@ def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: 
     shard.shard_denoiser(denoiser, mesh, model.shard, compute=getattr(torch, model.dtype) if full else None)
     if family.stored is not None:
         family.stored.fill(denoiser, device)
+    if compiled.wanted(model, device=device, deterministic=profile.job.deterministic):
+        compiled.compile_layers(denoiser)
     if full:
         denoiser.copies = FullCopies(denoiser, old=rl.old.build_old, reference=rl.kl_beta > 0, ema=rl.ema_decay > 0)

@@ -1,6 +1,7 @@
 """Sampling: noise by the seed clock, UniPC with native guidance, decode; in micro-batches handed on as they are ready.
 
 Samples come from the moving old policy (or the policy when there is none); evaluation names the weights it wants.
+Prompts are encoded before the first micro-batch, so that the encoder may be gone while the base is gathered.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RolloutRole:
         self._rank = rank
         self._device = device
         self._micro_batch = profile.model.rollout_micro_batch
+        self._visiting = profile.model.prompt_encoder != "resident"
         self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
 
     @property
@@ -40,20 +42,41 @@ class RolloutRole:
     ) -> list[Trajectory]:
         """One sample per row; `decoded` receives each micro-batch as soon as its images exist."""
         done: list[Trajectory] = []
+        conditions, negative = self.encode([row.prompt.text for row in rows], self._sampling)
         size = self._micro_batch or len(rows)
         for start in range(0, len(rows), size):
-            part = self._micro(rows[start : start + size], optimizer_steps)
+            now = slice(start, start + size)
+            part = self._micro(rows[now], conditions[now], negative, optimizer_steps)
             decoded(part)
             done.extend(part)
         return done
 
-    def _micro(self, rows: Sequence[SourceRow], optimizer_steps: int) -> list[Trajectory]:
+    def encode(
+        self, prompts: Sequence[str], how: Sampling, ahead: Sequence[str] = ()
+    ) -> tuple[list[Conditioning], Conditioning | None]:
+        """One condition per prompt, and the negative prompt's where guidance reads it: one visit of the encoder."""
+        encoder, negative = self._family.encoder, None
+        if self._visiting:
+            # The encoder takes the room of the gathered base. On every rank alike, whoever lacks a prompt: all gather
+            # again together.
+            shard.release(self._family.denoiser)
+        with encoder.visit():
+            if how.guidance != 1.0:
+                (negative,) = encoder.encode([self._rl.negative_prompt], negative=True)
+            return encoder.encode(prompts, ahead=ahead), negative
+
+    def _micro(
+        self,
+        rows: Sequence[SourceRow],
+        conditions: Sequence[Conditioning],
+        negative: Conditioning | None,
+        optimizer_steps: int,
+    ) -> list[Trajectory]:
         clock = self._rl.rollout_seed_clock
         ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
         noise = draws.rollout_noise(self._family.latent_shape, seed=self._rl.seed, ticks=ticks, rank=self._rank)
-        conditions = self._family.encoder.encode([row.prompt.text for row in rows])
         try:
-            x0, images = self.denoise(conditions, noise, self._sampling, self.weights)
+            x0, images = self.denoise(conditions, negative, noise, self._sampling, self.weights)
         except TrainingFailed as error:
             named = ", ".join(f"{row.number} ({row.prompt.reward_text[:60]})" for row in rows)
             raise TrainingFailed(
@@ -68,15 +91,21 @@ class RolloutRole:
 
     @torch.no_grad()
     def denoise(
-        self, conditions: Sequence[Conditioning], noise: torch.Tensor, how: Sampling, weights: Weights
+        self,
+        conditions: Sequence[Conditioning],
+        negative: Conditioning | None,
+        noise: torch.Tensor,
+        how: Sampling,
+        weights: Weights,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3] for one condition and one noise per sample."""
+        """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3] for one condition and one noise per sample.
+
+        `negative` is what guidance sets against all of them; None where guidance is 1.
+        """
         family = self._family
-        negative = None
-        if how.guidance != 1.0:
-            negative = family.batch(family.encoder.encode([self._rl.negative_prompt], negative=True) * len(conditions))
+        against = None if negative is None else family.batch([negative] * len(conditions))
         velocity = sampler.guided_velocity(
-            family.denoiser, family.batch(conditions), negative, how.guidance, merge=family.batch
+            family.denoiser, family.batch(conditions), against, how.guidance, merge=family.batch
         )
         clamp = (-1.0, 1.0) if family.clamp_x0 else None
         with self._copies.use(weights):
@@ -90,6 +119,6 @@ class RolloutRole:
         """Images [T, H, W, 3] of fixed (prompt, noise key) pairs: evaluation and sample grids."""
         size = max(self._micro_batch or 0, 16)
         for start in range(0, len(prompts), size):
-            conditions = self._family.encoder.encode(list(prompts[start : start + size]))
+            conditions, negative = self.encode(prompts[start : start + size], how, ahead=prompts[start + size :])
             noise = torch.stack([draws.normal(self._family.latent_shape, *key) for key in keys[start : start + size]])
-            yield from self.denoise(conditions, noise, how, weights)[1]
+            yield from self.denoise(conditions, negative, noise, how, weights)[1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.identity import differences
-from nftctl.run.tensors import Block, read_blocks
+from nftctl.tensorblocks import Block, read_blocks
 from nftctl.tensorfile import ITEM_BYTES
 
 if TYPE_CHECKING:

@@ -214,6 +214,8 @@ def _refuse_incomplete(run: RunDirectory, path: Path, *, asked_for: bool) -> Non
     hint = (
         f"the newest complete one is nftctl resume {whole}" if whole else "no complete checkpoint is left in this run"
     )
+    if not list_steps(run.checkpoints):  # nothing was ever whole, so nothing is lost by it
+        hint += f"; {_begin_again(run)}"
     raise CheckpointUnusable(f"{which} {path} is incomplete: {'; '.join(problems)}", hint=hint)
 
 

@@ -23,7 +23,8 @@ OUTSIDE_SECTIONS = ("checkpoint", "logging", "samples", "eval")
 """Sections that only say what is written down and when."""
 
 OUTSIDE_KEYS = frozenset({
-    "job.name", "job.run_dir", "rl.max_steps", "grid.address", "grid.collective_timeout_s", "model.shard",
+    "job.name", "job.run_dir", "rl.max_steps", "grid.address", "grid.collective_timeout_s",
+    "model.shard", "model.compile", "model.gradient_checkpointing", "model.prompt_encoder",
     "reward.deadline_s", "reward.connect_timeout_s", "reward.read_timeout_s", "reward.retries",
     # Paths: the content hashes below stand in for them.
     "rl.init_from", "model.vae", "model.tokenizer", "data.prompt_file",
@@ -94,11 +95,13 @@ def identity_document(
     vae_hash: str = "",
     tokenizer_hash: str = "",
     revisions: Mapping[str, str],
+    lora_modules: Mapping[str, int] | None = None,
 ) -> dict[str, object]:
     """Every resolved value that can change a result, under its dotted key, with hashes in place of paths.
 
     `revisions` maps a provider's name to what it really serves: the pinned revision of a service, the content hash of
-    an embedded scorer. It wins over the profile's own `revision`. The seed contract is contained in the document.
+    an embedded scorer. It wins over the profile's own `revision`. `lora_modules` says how many modules of the base each
+    LoRA target selects, where an adapter is trained. The seed contract is contained in the document.
     """
     document = {
         key: value
@@ -110,6 +113,8 @@ def identity_document(
     document["base.fingerprint"] = base_fingerprint
     document["model.vae_hash"] = vae_hash
     document["model.tokenizer_hash"] = tokenizer_hash
+    if lora_modules is not None:
+        document["model.lora.modules"] = dict(lora_modules)
     return dict(sorted(document.items()))
 
 

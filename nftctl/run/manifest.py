@@ -27,6 +27,8 @@ FORMAT = "nftctl-checkpoint/1"
 STATE_FOLDER = "state"
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
+SHOWN = 4
+"""Faults of a damaged checkpoint that one message names."""
 
 
 @dataclass(slots=True)
@@ -147,6 +149,18 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     if manifest.identity_hash != fingerprint(manifest.identity):
         problems.append("manifest.json: identity_hash is not the hash of the identity")
     return problems
+
+
+def read_whole(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose every byte is the one that was written; else CheckpointUnusable."""
+    faults = verify(folder)
+    more = len(faults) - SHOWN
+    if faults:
+        raise CheckpointUnusable(
+            f"{folder} is damaged: " + "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else ""),
+            hint=f"choose another step folder; `nftctl inspect-checkpoint {folder} --verify` lists every fault",
+        )
+    return read_manifest(folder)
 
 
 def _read_document(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from nftctl.errors import CheckpointUnusable, UsageRefused
 from nftctl.run.disk import cure, sync_tree
-from nftctl.run.stored import Form, form_bytes
+from nftctl.run.stored import form_bytes
+from nftctl.tensorblocks import Form
 
 
 def refuse_taken(target: Path) -> None:

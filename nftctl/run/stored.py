@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nftctl.errors import CheckpointUnusable
-from nftctl.run.tensors import Block, compare_tensors, read_blocks
+from nftctl.tensorblocks import Form, read_wholes
 from nftctl.tensorfile import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 24
 """Bytes that are read at once where a tensor need not be whole in memory."""
-
-Form = tuple[str, tuple[int, ...]]
-"""Dtype in safetensors' spelling, and shape."""
 
 
 class TensorSource(Protocol):
@@ -42,22 +39,15 @@ class StoredTensors:
     """The tensors of these files by name."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        paths = sorted(paths)
-        self._blocks: dict[str, list[Block]] = {}
-        for path in paths:
-            for name, block in read_blocks(path):
-                self._blocks.setdefault(name, []).append(block)
-        self.forms: dict[str, Form] = {name: _whole(blocks) for name, blocks in self._blocks.items()}
-        announced = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in self.forms.items()}
-        problems = compare_tensors(paths, announced, root=paths[0].parent if paths else Path())
-        if problems:
-            raise CheckpointUnusable("; ".join(problem.replace(", the manifest says", " and") for problem in problems))
+        self.wholes = read_wholes(paths)
+        self.forms: dict[str, Form] = {name: whole.form for name, whole in self.wholes.items()}
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor, in pieces of a bounded size where it lies in one block."""
-        blocks = self._blocks[name]
-        if len(blocks) == 1:
-            yield from read_range(blocks[0].path, blocks[0].info.begin, blocks[0].info.end)
+        """The bytes of a tensor, in pieces of a bounded size where its blocks are whole rows."""
+        whole = self.wholes[name]
+        if whole.is_cut_by_rows:
+            for block in whole.blocks:
+                yield from read_range(block.path, block.info.begin, block.info.end)
         else:
             yield self.read(name).tobytes()
 
@@ -67,18 +57,11 @@ class StoredTensors:
 
         dtype, shape = self.forms[name]
         whole = np.empty(shape, dtype=f"V{ITEM_BYTES[dtype]}")
-        for block in self._blocks[name]:
+        for block in self.wholes[name].blocks:
             data = b"".join(read_range(block.path, block.info.begin, block.info.end))
             part = np.frombuffer(data, whole.dtype).reshape(block.shape)
             whole[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.shape, strict=True))] = part
         return whole
-
-
-def _whole(blocks: list[Block]) -> Form:
-    """The form of the tensor that the blocks are parts of, as far as they reach."""
-    dims = max(len(block.shape) for block in blocks)
-    ends = [tuple(o + n for o, n in zip(b.offsets, b.shape, strict=True)) for b in blocks if len(b.shape) == dims]
-    return blocks[0].dtype, tuple(max(column) for column in zip(*ends, strict=True))
 
 
 def read_range(path: Path, begin: int, end: int) -> Iterator[bytes]:

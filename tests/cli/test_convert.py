@@ -73,10 +73,31 @@ def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], code: int, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "full"]
 
 
-def test_a_profile_that_names_a_distributed_checkpoint_is_told_the_command(tmp_path: Path) -> None:
+def test_a_profile_that_names_a_pickled_checkpoint_is_told_the_command(tmp_path: Path) -> None:
     (tmp_path / "my dcp").mkdir()
-    (tmp_path / "my dcp/model-00001-of-00001.safetensors").write_bytes(b"")
+    (tmp_path / "my dcp/.metadata").write_bytes(pickle.dumps(Hostile()))
     answer = nftctl("validate", "--set", "rl.init_from=my dcp", cwd=tmp_path)
     assert answer.returncode == 3
     assert "error[init-from-dcp]" in answer.stderr
+    assert "only nftctl convert has the reader in which nothing of it can run" in answer.stderr
     assert "help: nftctl convert 'my dcp' 'my dcp-diffusers' --like BASE, where BASE is the base" in answer.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["my dcp"]
+
+
+def test_what_was_written_is_a_base_that_validate_and_launch_take(tmp_path: Path) -> None:
+    (tmp_path / "base").symlink_to(EMBEDDED_BASE)
+    assert nftctl("convert", "base", "dcp", cwd=tmp_path).returncode == 0
+    sets = ("--set", "rl.init_from=dcp")
+    refused = nftctl("validate", *sets, cwd=tmp_path)
+    assert refused.returncode == 3
+    assert "error[tokenizer-missing]" in refused.stderr
+    assert "1 error in the profile" in refused.stderr
+    sets = (*sets, "--set", "model.tokenizer=base/tokenizer")
+    one, two = (
+        the_object(nftctl("validate", *more, "--json", cwd=tmp_path))["memory"] for more in ((), sets)
+    )  # fmt: skip
+    assert one == two
+    plan = the_object(nftctl("launch", "--dry-run", *sets, "--json", cwd=tmp_path))["plan"]
+    from nftctl.run.hashing import fingerprint_denoiser
+
+    assert plan["base"] == {"path": "dcp", "fingerprint": fingerprint_denoiser(EMBEDDED_BASE)}

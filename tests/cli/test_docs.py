@@ -108,6 +108,7 @@ FAULTS = {
     "grid.shapes={policy=[1,2]}": {"role-shape"},
     "model.height=9": {"rl-profile-contradicted"},
     'model.lora.targets=["to_q"]': {"lora-touches-prompt-encoder"},
+    'model.lora.targets=["/(/"]': {"lora-pattern"},
     "reward.providers=[]": {"reward-missing"},
     "reward.providers.0.scorer=x": {"reward-scorer-unknown"},
     "reward.deadline_s=500": {"grid-timeout"},

@@ -70,7 +70,7 @@ def test_a_step_folder_outside_its_run_gives_an_adapter_and_needs_a_base_for_mor
     answer = nftctl("export", "moved", "--to", "lora", "out", cwd=place)
     assert answer.returncode == 0, answer.stderr
     card = (place / "out/README.md").read_text()
-    assert "the base with fingerprint 58989d803fef" in card
+    assert "the base with fingerprint f3a34ec8fbbd" in card
     assert "It was not evaluated on held-out prompts." in card
     refused = nftctl("export", "moved", "--to", "diffusers", "whole", cwd=place)
     assert refused.returncode == 5

@@ -66,9 +66,9 @@ def test_resume_is_refused_by_every_rule_that_a_set_can_break(tmp_path: Path) ->
     cases = [(code, sets) for code, sets in cases if code in {
         "grid-backend", "grid-grouping", "grid-placement", "gpus-per-role", "group-size", "role-shape", "sampler-type",
         "moving-old-cadence", "reference-not-frozen", "advantage-bounds", "grid-timeout", "optimizer-betas",
-        "rl-profile-unknown", "lora-touches-prompt-encoder", "prompt-file-missing", "init-from-hub",
+        "rl-profile-unknown", "lora-touches-prompt-encoder", "lora-pattern", "prompt-file-missing", "init-from-hub",
     }]  # fmt: skip
-    assert len({code for code, _ in cases}) == 16
+    assert len({code for code, _ in cases}) == 17
     before = snapshot(tmp_path)
     commands = [["resume", "first", "--steps", "9", *(x for s in sets for x in ("--set", s))] for _, sets in cases]
     for (code, _), (exit_code, said) in zip(cases, run_all(tmp_path, commands), strict=True):

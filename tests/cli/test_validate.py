@@ -69,7 +69,7 @@ def test_the_rules_are_listed_with_their_reasons(tmp_path: Path) -> None:
     rules = the_object(nftctl("validate", "--rules", "--json", cwd=tmp_path))["rules"]
     assert [rule["code"] for rule in rules if not rule["online"]] == [rule.code for rule in RULES]
     assert [rule["code"] for rule in rules if rule["online"]] == [
-        "reward-unreachable", "reward-revision-differs", "ray-unreachable", "gpus-too-few",
+        "reward-unreachable", "reward-revision-differs", "ray-unreachable", "ray-unfit", "gpus-too-few",
     ]  # fmt: skip
     warnings = {rule["code"] for rule in rules if rule["severity"] == "warning"}
     assert warnings == {rule.code for rule in RULES if rule.severity == "warning"}

@@ -55,7 +55,7 @@ def state_of(worker: Any) -> dict[str, bytes]:
     from nftctl.engine.checkpoint import optimizer_state
 
     policy = worker.roles.policy
-    state = worker._weights() | optimizer_state(policy.optimizer, policy.parameters)[0]
+    state = policy.copies.state() | optimizer_state(policy.optimizer, policy.parameters)[0]
     return {name: value.detach().numpy().tobytes() for name, value in state.items()}
 
 

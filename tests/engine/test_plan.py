@@ -57,6 +57,17 @@ def test_the_record_of_a_run_holds_what_a_resume_compares(plan: Any) -> None:
     assert plan().run_id != made.run_id
 
 
+def test_the_record_says_how_many_modules_each_target_selects(plan: Any) -> None:
+    """By the base's headers, and in the identity: the same words on another base, or read another way, are another."""
+    pattern = "/layers\\\\.[0-2]\\\\..*add_k_proj/"
+    made = plan(f'model.lora.targets=["add_q_proj", "{pattern}"]')
+    assert made.record()["identity_document"]["model.lora.modules"] == {
+        "add_q_proj": 4,
+        r"/layers\.[0-2]\..*add_k_proj/": 3,
+    }
+    assert "model.lora.modules" not in plan("model.train=full").identity
+
+
 def test_the_folder_has_the_jobs_name_or_the_profiles_with_the_time(tiny: Any) -> None:
     assert run_folder_name(tiny(1, ('job.name="mine"',))) == "mine"
     name, _, moment = run_folder_name(tiny(1)).partition("-")
@@ -68,7 +79,8 @@ def test_the_folder_has_the_jobs_name_or_the_profiles_with_the_time(tiny: Any) -
 EXCLUDED = (
     'job.name="other"', 'job.run_dir="elsewhere"', "checkpoint.every=3", "checkpoint.keep_last=9",
     "logging.tensorboard=true", "samples.prompts=2", "eval.samples_per_prompt=3", "eval.seed=9",
-    "grid.collective_timeout_s=240", "model.shard=reshard", "reward.deadline_s=30", "reward.read_timeout_s=7",
+    "grid.collective_timeout_s=240", "model.shard=reshard", 'model.prompt_encoder="per-step"', 'model.compile="never"',
+    "model.gradient_checkpointing=true", "reward.deadline_s=30", "reward.read_timeout_s=7",
     "reward.connect_timeout_s=1", "reward.retries=1",
 )  # fmt: skip
 INCLUDED = (

@@ -71,9 +71,9 @@ def test_the_four_differ_and_see_one_noise_per_row(made: Made, monkeypatch: pyte
     seen = []
     inner = RolloutRole.denoise
 
-    def watched(self: Any, conditions: Any, noise: torch.Tensor, *rest: Any) -> Any:
+    def watched(self: Any, conditions: Any, negative: Any, noise: torch.Tensor, *rest: Any) -> Any:
         seen.append(noise)
-        return inner(self, conditions, noise, *rest)
+        return inner(self, conditions, negative, noise, *rest)
 
     monkeypatch.setattr(RolloutRole, "denoise", watched)
     again = work.draw(SHEET, made.trained, made.loaded, made.profile, CPU, lambda text: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from nftctl.model.rehearsal import write_base
+from nftctl.profile.estimate import estimate
+from nftctl.profile.load import load_profile
+from nftctl.profile.rules.rule import Facts
 from tests.conftest import ROOT, clean_environment
 
 from .test_nccl import nftctl, promised, rows, tensors
@@ -71,6 +75,32 @@ def step_seconds(folder: Path, name: str) -> float:
     return statistics.median(row["timer/step"] for row in rows(folder, name)[1:])
 
 
+def built_with(folder: Path, name: str) -> list[list[float]]:
+    """The most memory while each rank was built, in GB, by attempt."""
+    attempts = sorted((folder / "runs" / name / "logs").glob("attempt_*"))
+    texts = [[(attempt / f"rank_{rank}.log").read_text() for rank in range(2)] for attempt in attempts]
+    return [[float(re.findall(r"built with ([\d.]+) GB of GPU", text)[0]) for text in ranks] for ranks in texts]
+
+
+def check_memory(folder: Path) -> None:
+    """No rank ever holds more than its own share, at a start and at a resume, and a resumed step takes what it took."""
+    facts = Facts(load_profile(folder / "large.toml", sets=[], env={}))
+    assert facts.contract is not None
+    memory = estimate(facts.profile, facts.base, facts.weights, facts.contract, [])
+    assert memory is not None
+    of = {part.name: part.bytes / 1e9 for part in memory.parts}
+    budget = of["base shard"] + of["prompt encoder"] + of["decoder"] + of["LoRA"] + of["optimizer"]
+    attempts = [*built_with(folder, "straight"), *built_with(folder, "halted")]
+    print(f"GB while ranks were built: {attempts}; shard, encoder, decoder, adapters and moments are {budget:.3f}")
+    assert len(attempts) == 3
+    assert all(peak <= 1.05 * budget for attempt in attempts for peak in attempt)
+    assert 1.05 * budget < budget + of["base shard"]  # a whole base before it is cut would be seen
+    straight, halted = rows(folder, "straight"), rows(folder, "halted")
+    for stage in ("sample", "train"):
+        fresh, resumed = (max(row[f"system/gpu_peak_{stage}_gb"] for row in part[3:]) for part in (straight, halted))
+        assert resumed <= 1.05 * fresh, stage
+
+
 def test_straight_equals_resumed_to_the_bit(folder: Path) -> None:
     straight = timed(folder, "straight", steps="6", deterministic=True)
     timed(folder, "halted", steps="3", deterministic=True)
@@ -79,6 +109,7 @@ def test_straight_equals_resumed_to_the_bit(folder: Path) -> None:
     first, second = (tensors(folder, str(summary["checkpoint"])) for summary in (straight, resumed))
     assert len(first) == 22 * 4 * 2 * 5
     assert sorted(name for name in first if first[name] != second[name]) == []
+    check_memory(folder)
     for row in rows(folder, "halted"):
         print(
             {k: round(v, 4) for k, v in row.items() if k.startswith(("train/loss", "train/grad", "timer/", "system/"))}

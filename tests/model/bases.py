@@ -79,14 +79,24 @@ def write_vae_base(folder: Path) -> Path:
     return folder
 
 
-def stock_velocity(stock: Cosmos3OmniTransformer, ids: list[int], x: torch.Tensor, t: float) -> torch.Tensor:
-    """diffusers' own forward of one sample: x [1, C, 1, H, W], t in [0, 1000]."""
+class FloatTimesteps(UniPCMultistepScheduler):
+    """Upstream's solver, feeding the model the sigmas that it integrates over, not their integer parts."""
+
+    def set_timesteps(self, *arguments: Any, **options: Any) -> None:
+        super().set_timesteps(*arguments, **options)
+        self.timesteps = self.sigmas[:-1] * 1000
+
+
+def stock_velocity(
+    stock: Cosmos3OmniTransformer, ids: list[int], x: torch.Tensor, t: float, fps: float = 24.0, compression: int = 4
+) -> torch.Tensor:
+    """diffusers' own forward of one sample: x [1, C, T, H, W], t in [0, 1000]."""
     pipeline = Cosmos3OmniPipeline.__new__(Cosmos3OmniPipeline)
     object.__setattr__(pipeline, "transformer", stock)
-    object.__setattr__(pipeline, "vae_scale_factor_temporal", 4)
+    object.__setattr__(pipeline, "vae_scale_factor_temporal", compression)
     text = pipeline._prepare_text_segment(ids, "cpu")
     vision = pipeline._prepare_vision_segment(
-        x, False, text["vision_start_temporal_offset"], 24.0, len(ids), torch.device("cpu")
+        x, False, text["vision_start_temporal_offset"], fps, len(ids), torch.device("cpu")
     )
     tokens = vision["num_vision_tokens"]
     sample, _, _ = stock(

@@ -202,6 +202,13 @@ def test_the_update_is_scaled_by_alpha_over_rank() -> None:
         (["add_q_proj", "to_k", "nowhere"], "lora-touches-prompt-encoder", "to_k"),
         (["nowhere"], "lora-matches-nothing", "nowhere"),
         (["q_proj"], "lora-matches-nothing", "q_proj"),
+        (["gate_proj"], "lora-touches-prompt-encoder", "layers.0.mlp.gate_proj"),
+        (["/.*/"], "lora-touches-prompt-encoder", "layers.0.mlp.down_proj"),
+        ([r"/layers\.1\..*_proj/"], "lora-touches-prompt-encoder", "layers.1.mlp.down_proj"),
+        (["/add_q_proj/"], "lora-matches-nothing", "/add_q_proj/"),
+        ([r"/layers\.3\..*add_q_proj/"], "lora-matches-nothing", "layers"),
+        (["/(/"], "lora-pattern", "unterminated"),
+        (["/proj_in"], "lora-pattern", "end with another"),
         ([], "lora-matches-nothing", "no targets"),
     ],
 )
@@ -226,6 +233,33 @@ def test_longer_suffixes_and_other_modules_are_targets_too() -> None:
         "layers.2.mlp_moe_gen.up_proj",
         "proj_in",
     ]
+
+
+def test_a_regular_expression_selects_whole_names_and_every_target_is_counted() -> None:
+    targets = [r"/layers\.[02]\.self_attn\.add_[qk]_proj/", "add_q_proj", "/proj_(in|out)/"]
+    denoiser, cache = adapted(Lora(rank=2, alpha=4.0, targets=targets))
+    assert sorted(adapters.lora_layers(denoiser)) == [
+        "layers.0.self_attn.add_k_proj",
+        "layers.0.self_attn.add_q_proj",
+        "layers.1.self_attn.add_q_proj",
+        "layers.2.self_attn.add_k_proj",
+        "layers.2.self_attn.add_q_proj",
+        "proj_in",
+        "proj_out",
+    ]
+    assert adapters.adapted_modules(denoiser, targets) == {targets[0]: 4, targets[1]: 3, targets[2]: 2}
+    # A module is adapted alike, whichever target selects it.
+    plain = adapters.policy_parameters(adapted(Lora(rank=2, alpha=4.0))[0])
+    name = "layers.2.self_attn.add_k_proj.lora_A"
+    assert torch.equal(adapters.policy_parameters(denoiser)[name], plain[name])
+    assert torch.equal(velocity(denoiser, cache, "policy"), velocity(denoiser, cache, "reference"))
+    assert adapters.adapted_modules(split(build_transformer())[1], targets) == {}
+
+
+def test_heads_of_other_modalities_are_no_part_of_the_prompt_encoder() -> None:
+    """`audio_proj_in` is in the same checkpoint and in neither tower: a pattern may match it and selects it not."""
+    _, denoiser = split(build_transformer(sound_gen=True, sound_dim=6))
+    assert adapters.match_targets(denoiser, ["/.*proj_in/"]) == ["proj_in"]
 
 
 def test_adapters_are_added_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nftctl.model.cosmos3 import split
 from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, PromptCache
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
 from nftctl.model.registry import load_family
+from nftctl.profile.prompts import read_prompts
 from nftctl.profile.schema import Model
 
 from .bases import build_tokenizer, build_transformer
@@ -40,16 +42,33 @@ def test_tokens_are_those_of_the_pipeline(system_prompt: bool, resolution_templa
         tokenizer, height=48, width=80, system_prompt=system_prompt, resolution_template=resolution_template
     )
     for prompt in PROMPTS:
-        want = pipeline.tokenize_prompt(
-            prompt,
-            "blurry",
-            num_frames=1,
-            height=48,
-            width=80,
-            use_system_prompt=system_prompt,
-            add_resolution_template=resolution_template,
-        )
-        assert (tokens(prompt, False), tokens("blurry", True)) == want
+        for negative in ("blurry", "", None):
+            want = pipeline.tokenize_prompt(
+                prompt,
+                negative,
+                num_frames=1,
+                height=48,
+                width=80,
+                use_system_prompt=system_prompt,
+                add_resolution_template=resolution_template,
+            )
+            assert (tokens(prompt, False), tokens(negative or "", True)) == want
+
+
+def test_a_structured_prompt_gives_the_tokens_of_the_pipeline_s_own_json(tmp_path: Path) -> None:
+    """The pipeline writes one kind of structured prompt itself; as an object in a file it comes to the same tokens."""
+    written = Cosmos3OmniPipeline._build_action_json_prompt(
+        'a "кот" sits', view_point="ego_view", num_frames=1, fps=24.0, height=48, width=80
+    )
+    assert json.loads(written)["actions"][0]["description"] == 'a "кот" sits.'
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": json.loads(written)}, ensure_ascii=False, indent=None))
+    (prompt,) = read_prompts(tmp_path / "p.jsonl")
+    assert prompt.text == written
+    tokenizer = build_tokenizer()
+    vae = AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    pipeline = Cosmos3OmniPipeline(build_transformer(), tokenizer, vae, None, enable_safety_checker=False)
+    tokens = Cosmos3Tokens(tokenizer, height=48, width=80, system_prompt=True, resolution_template=True)
+    assert tokens(prompt.text, False) == pipeline.tokenize_prompt(written, num_frames=1, height=48, width=80)[0]
 
 
 def test_the_plain_template_is_spelled_out() -> None:

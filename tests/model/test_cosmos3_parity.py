@@ -18,14 +18,22 @@ EQUAL = [[5, 9, 250], [4, 4, 1], [299, 0, 13]]
 SIGMAS = [0.999999, 0.37, 0.001]
 
 
-def relative_errors(stock: Cosmos3OmniTransformer, prompts: list[list[int]], size: tuple[int, int]) -> list[float]:
+def relative_errors(
+    stock: Cosmos3OmniTransformer,
+    prompts: list[list[int]],
+    size: tuple[int, int],
+    frames: int = 1,
+    fps: float = 24.0,
+    compression: int = 4,
+) -> list[float]:
     tower, denoiser = split(stock)
-    x = torch.randn(len(prompts), 3, 1, *size, generator=torch.Generator().manual_seed(1))
+    denoiser.fps, denoiser.frames_per_latent = fps, compression
+    x = torch.randn(len(prompts), 3, frames, *size, generator=torch.Generator().manual_seed(1))
     sigma = torch.tensor(SIGMAS[: len(prompts)])
     with torch.no_grad():
         ours = denoiser(x, sigma, tower.run(prompts))
         theirs = [
-            stock_velocity(stock, ids, row[None], float(s) * 1000)
+            stock_velocity(stock, ids, row[None], float(s) * 1000, fps, compression)
             for ids, row, s in zip(prompts, x, sigma, strict=True)
         ]
     assert ours.dtype == torch.float32
@@ -52,10 +60,59 @@ def test_every_variant_of_the_config_equals_diffusers(changes: dict[str, Any]) -
     assert max(relative_errors(build_transformer(**changes), RAGGED, (4, 6))) <= 1e-5
 
 
+@pytest.mark.parametrize("prompts", [RAGGED, EQUAL[:2], RAGGED[:1]], ids=["ragged", "equal", "single"])
+@pytest.mark.parametrize(("frames", "size"), [(2, (8, 8)), (3, (4, 10)), (5, (5, 7))], ids=str)
+def test_several_frames_equal_diffusers(prompts: list[list[int]], frames: int, size: tuple[int, int]) -> None:
+    assert max(relative_errors(build_transformer(), prompts, size, frames)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_fps": 16},
+        {"enable_fps_modulation": False},
+        {"unified_3d_mrope_reset_spatial_ids": False},
+        {"enable_fps_modulation": False, "unified_3d_mrope_reset_spatial_ids": False},
+        {"unified_3d_mrope_temporal_modality_margin": 15000},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("fps", "compression"), [(24.0, 4), (10.0, 4), (30.0, 8)])
+def test_frames_are_placed_in_time_as_upstream_places_them(
+    changes: dict[str, Any], fps: float, compression: int
+) -> None:
+    assert max(relative_errors(build_transformer(**changes), RAGGED, (4, 6), 3, fps, compression)) <= 1e-5
+
+
+def test_the_frame_rate_counts_where_the_base_says_so_and_never_for_one_frame() -> None:
+    for modulated, frames, moves in ((True, 3, True), (False, 3, False), (True, 1, False)):
+        tower, denoiser = split(build_transformer(enable_fps_modulation=modulated))
+        x, seen = torch.randn(2, 3, frames, 4, 6, generator=torch.Generator().manual_seed(1)), []
+        for denoiser.fps in (24.0, 12.0):
+            with torch.no_grad():
+                seen.append(denoiser(x, torch.tensor(SIGMAS[:2]), tower.run(EQUAL[:2])))
+        assert torch.equal(*seen) is not moves
+
+
+def test_one_batch_of_prompts_serves_latents_of_every_shape() -> None:
+    """What is remembered of a batch is by shape: one frame, then several, then one again."""
+    stock = build_transformer()
+    tower, denoiser = split(stock)
+    cache = tower.run(RAGGED)
+    for frames, size in ((1, (4, 6)), (3, (4, 6)), (1, (4, 6)), (2, (6, 4)), (3, (4, 6))):
+        x = torch.randn(3, 3, frames, *size)
+        with torch.no_grad():
+            ours = denoiser(x, torch.tensor(SIGMAS), cache)
+            theirs = [stock_velocity(stock, RAGGED[i], x[i : i + 1], SIGMAS[i] * 1000) for i in range(3)]
+        assert max(float((a - b[0]).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)) <= 1e-5
+    assert len(cache.memo) == 3
+
+
 def test_bfloat16_equals_diffusers_within_its_precision() -> None:
     stock = build_transformer(dtype=torch.bfloat16)
     assert stock.time_embedder.linear_1.weight.dtype == torch.float32
     assert max(relative_errors(stock, RAGGED, (6, 8))) <= 2e-2
+    assert max(relative_errors(stock, RAGGED, (6, 8), 3)) <= 2e-2
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -107,17 +164,18 @@ def test_module_and_parameter_names_are_those_of_diffusers() -> None:
     assert not any(".add_" in name or "moe_gen" in name for name in denoiser.encoder_modules)
 
 
+@pytest.mark.parametrize("frames", [1, 3])
 @pytest.mark.parametrize(("height", "width", "patch"), [(8, 4, 2), (5, 7, 2), (3, 3, 1), (9, 6, 3)])
-def test_unpatchify_inverts_patchify(height: int, width: int, patch: int) -> None:
-    x = torch.randn(2, 3, 1, height, width)
+def test_unpatchify_inverts_patchify(height: int, width: int, patch: int, frames: int) -> None:
+    x = torch.randn(2, 3, frames, height, width)
     tokens = patchify(x, patch)
-    assert tokens.shape == (2, -(-height // patch) * -(-width // patch), patch * patch * 3)
+    assert tokens.shape == (2, frames * -(-height // patch) * -(-width // patch), patch * patch * 3)
     assert torch.equal(unpatchify(tokens, patch, x.shape), x)
 
 
 @pytest.mark.parametrize(
     ("x", "sigma"),
-    [((2, 3, 1, 4, 4), (1,)), ((1, 3, 1, 4, 4), (1,)), ((2, 4, 1, 4, 4), (2,)), ((2, 3, 2, 4, 4), (2,))],
+    [((2, 3, 1, 4, 4), (1,)), ((1, 3, 1, 4, 4), (1,)), ((2, 4, 1, 4, 4), (2,)), ((2, 3, 0, 4, 4), (2,))],
     ids=["sigma", "rows", "channels", "frames"],
 )
 def test_shapes_that_do_not_belong_together_are_refused(x: tuple[int, ...], sigma: tuple[int, ...]) -> None:

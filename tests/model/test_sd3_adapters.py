@@ -113,6 +113,9 @@ def test_targets_match_by_suffix() -> None:
         "transformer_blocks.1.ff.net.2",
         "transformer_blocks.2.attn.to_out.0",
     ]
+    assert names([r"/.*\.attn2\.to_[qk]/"]) == [
+        f"transformer_blocks.{n}.attn2.{side}" for n in (0, 1) for side in ("to_q", "to_k")
+    ]
     bound = names(PAPER)
     assert len(bound) == 23
     assert not any("attn2" in name for name in bound)
@@ -128,6 +131,9 @@ def test_targets_in_the_text_encoders_are_refused(base: Path) -> None:
     for target, code in (
         ("self_attn.q_proj", "lora-touches-prompt-encoder"),
         ("SelfAttention.q", "lora-touches-prompt-encoder"),
+        (r"/text_model\..*/", "lora-touches-prompt-encoder"),
+        ("/.*q_proj/", "lora-touches-prompt-encoder"),
+        ("/to_q/", "lora-matches-nothing"),
         ("pos_embed.proj", "lora-matches-nothing"),
         ("nowhere", "lora-matches-nothing"),
     ):

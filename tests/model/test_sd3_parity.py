@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel, UniPCMultistepScheduler
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from nftctl.algorithm import sampler
@@ -17,6 +17,7 @@ from nftctl.model.sd3_denoiser import Sd3Denoiser
 from nftctl.model.sd3_encoder import PromptEmbeds
 from nftctl.profile.schema import Model
 
+from .bases import FloatTimesteps
 from .sd3_bases import VARIANTS, build_pipeline, build_sd3, write_sd3_base
 
 CPU = torch.device("cpu")
@@ -129,14 +130,6 @@ def test_module_and_parameter_names_are_those_of_diffusers() -> None:
 def test_shapes_that_do_not_belong_together_are_refused(x: tuple[int, ...], sigma: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Sd3Denoiser(build_sd3())(torch.zeros(x), torch.zeros(sigma), given(2, (4, 4))[2])
-
-
-class FloatTimesteps(UniPCMultistepScheduler):
-    """Upstream's solver, feeding the model the sigmas that it integrates over, not their integer parts."""
-
-    def set_timesteps(self, *arguments: Any, **options: Any) -> None:
-        super().set_timesteps(*arguments, **options)
-        self.timesteps = self.sigmas[:-1] * 1000
 
 
 PROMPTS = ["a red seven", "two blue cats and a dog, by night"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nftctl.profile.load import Resolved, load_profile
+from nftctl.tensorfile import safetensors_header
 from tests.run.make import safetensors_bytes
 
 REMOVED = object()
@@ -133,12 +134,34 @@ def split_weights(folder: Path) -> None:
     (transformer / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": dict(enumerate(parts))}))
 
 
+def write_shards(base: Path, folder: Path) -> None:
+    """The transformer of a base as a distributed checkpoint of two files, its tensors cut in halves."""
+    infos, raw = safetensors_header(base / "transformer" / WEIGHTS), (base / "transformer" / WEIGHTS).read_bytes()
+    folder.mkdir()
+    for number in (0, 1):
+        tensors, places = {}, {}
+        for name, info in infos.items():
+            rows, row = info.shape[0] // 2, (info.end - info.begin) // info.shape[0]
+            first, last = (0, rows) if number == 0 else (rows, info.shape[0])
+            data = raw[info.begin + first * row : info.begin + last * row]
+            if data:
+                tensors[name] = (info.dtype, [last - first, *info.shape[1:]], data)
+                places[name] = {"saved_offsets": [first, *[0] * (len(info.shape) - 1)]}
+        content = safetensors_bytes(tensors, {"DCP_SHARDING_INFO": json.dumps(places)})
+        (folder / f"model-0000{number + 1}-of-00002.safetensors").write_bytes(content)
+    files = {name: f"model-0000{n + 1}-of-00002.safetensors" for n, name in enumerate(("first", "second"))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "transformer").mkdir()
+    shutil.copy(base / "transformer" / "config.json", folder / "transformer")
+
+
 def write_place(folder: Path) -> None:
     """What the profiles of these tests point to: a base, eight prompts, and one of each that is not as it should be.
 
-    `bare` lacks VAE and tokenizer, `other` is of another family, `dcp` a distributed checkpoint; the weights of
-    `hollow` are missing, of `torn` cut off, of `half` one file of two. `sd3` is the other family; `sd3-mute` lacks a
-    tokenizer, `sd3-deaf` a text encoder, and `sd3-bare` has no T5 and says so.
+    `bare` lacks VAE and tokenizer, `other` is of another family, `dcp` a pickled distributed checkpoint; `shards` is
+    one of safetensors, `nameless` one without a config, `torn-shards` one that lacks a file, `sd3-shards` one of the
+    other family. The weights of `hollow` are missing, of `torn` cut off, of `half` one file of two. `sd3` is the other
+    family; `sd3-mute` lacks a tokenizer, `sd3-deaf` a text encoder, and `sd3-bare` has no T5 and says so.
     """
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("".join(f"prompt {n}\n" for n in range(8)))
@@ -168,6 +191,10 @@ def write_place(folder: Path) -> None:
     (folder / "vae32" / "config.json").write_text('{"scale_factor_spatial": 32}')
     (folder / "dcp").mkdir()
     (folder / "dcp" / ".metadata").write_bytes(b"\x80")
+    for name, source in (("shards", base), ("nameless", base), ("torn-shards", base), ("sd3-shards", sd3)):
+        write_shards(source, folder / name)
+    shutil.rmtree(folder / "nameless" / "transformer")
+    (folder / "torn-shards" / "model-00002-of-00002.safetensors").unlink()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from nftctl.profile.adapter import (
     most_checkpoints,
     selected,
 )
+from nftctl.profile.load import bundled_profiles, load_profile
 from nftctl.profile.schema import Profile
 from nftctl.profile.t2i import COSMOS3_LORA
 
@@ -43,6 +44,12 @@ def test_a_target_is_a_suffix_at_a_dot() -> None:
     assert selected("add_q_proj", modules) == ["layers.0.self_attn.add_q_proj", "layers.1.self_attn.add_q_proj"]
     assert selected("layers.1.self_attn.add_q_proj", modules) == ["layers.1.self_attn.add_q_proj"]
     assert selected("q_proj", modules) == []
+    assert selected(r"/layers\.1\..*/", modules) == ["layers.1.self_attn.add_q_proj"]
+    assert list(adapted([r"/.*\.0\..*/", "proj_in"], modules)) == [
+        "layers.0.self_attn.add_q_proj",
+        "layers.0.mlp_moe_gen.up_proj",
+        "proj_in",
+    ]
     # A module that two targets name is adapted once.
     assert adapted(["proj_in", "up_proj", "layers.0.mlp_moe_gen.up_proj"], modules) == {
         "proj_in": (6, 12),
@@ -55,7 +62,10 @@ def test_numbers_and_bytes_by_hand() -> None:
     # rank 2: A is 2 x 6 twice, B is 8 x 2 and 9 x 2
     assert adapter_numbers(modules, 2) == 2 * 6 * 2 + 8 * 2 + 9 * 2
     # four float32 copies; four tensors, each saved as policy, old, two moments and a step count
-    assert checkpoint_bytes(modules, 2) == 4 * 4 * 58 + 4 * 5 * 512
+    tiny = bundled_profiles()["tiny_t2i_cpu"]
+    plain, averaged = (load_profile(tiny, sets=[f"rl.ema_decay={decay}"], env={}).profile for decay in (0, 0.9))
+    assert checkpoint_bytes(plain, 4, 58) == 4 * 4 * 58 + 4 * 5 * 512
+    assert checkpoint_bytes(averaged, 4, 58) == 5 * 4 * 58 + 4 * 6 * 512
 
 
 @given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 6), st.integers(0, 9))

@@ -106,14 +106,23 @@ def test_saved_activations_are_what_autograd_saves(dtype: str, targets: list[str
     adapters.add_adapters(family.denoiser, profile.model.lora, seed=0)
     samples = 3
     prompt = family.batch(family.encoder.encode(["a red seven"] * samples))
-    measured = saved_bytes(family, torch.randn(samples, 3, 1, 8, 8), prompt, [prompt.keys, prompt.values])
+    given = torch.randn(samples, 3, 1, 8, 8), prompt, [prompt.keys, prompt.values]
+    measured = saved_bytes(family, *given)
+    family.denoiser.gradient_checkpointing = True
+    inputs = saved_bytes(family, *given)
     size = estimate_cosmos3.geometry(SHAPES, inspect_base("embedded").transformer_config(), profile.model, 1)
     assert size is not None
     modules = adapted(targets, denoiser_modules(SHAPES, COSMOS3_LORA))
     item = 2 if dtype == "bfloat16" else 4
-    claimed = samples * estimate_cosmos3.saved_activations(size, modules, 16, item, prompt.lengths[0])
+    asked = size, modules, 16, item, prompt.lengths[0]
+    claimed = samples * estimate_cosmos3.saved_activations(*asked)
     # What layers before the first adapter keep is not needed by any backward, and is counted all the same.
     assert 0.98 * measured <= claimed <= 1.1 * measured
+    # Inputs of all layers, and what one of the four keeps while it runs again.
+    claimed = samples * estimate_cosmos3.saved_activations(*asked, checkpointing=True)
+    ends = inputs - samples * 4 * size.tokens * size.hidden * item
+    held = inputs + (measured - ends) / 4
+    assert 0.98 * held <= claimed <= 1.1 * held
 
 
 def test_micro_batches_guidance_and_images_move_what_they_should() -> None:
@@ -126,6 +135,10 @@ def test_micro_batches_guidance_and_images_move_what_they_should() -> None:
     assert {name for name, part in whole.items() if part.bytes != small[name].bytes} == {
         "activations", "decode", "latents", "prompt cache",
     }  # fmt: skip
+    saving = parts_of(tiny("model.gradient_checkpointing=true"))
+    assert {name for name, part in whole.items() if part.bytes != saving[name].bytes} == {"activations"}
+    assert saving["activations"].bytes < whole["activations"].bytes / 2
+    assert "run again" in saving["activations"].how
 
 
 def test_the_peak_is_the_fuller_phase() -> None:
@@ -235,14 +248,22 @@ def test_saved_activations_of_blocks_are_what_autograd_saves(
     family = load_family(profile.model, str(sd3_base), "sd3", torch.device("cpu"))
     adapters.add_adapters(family.denoiser, profile.model.lora, seed=0)
     prompt: Any = family.batch(family.encoder.encode(["a", "bb", "c"]))
-    measured = saved_bytes(family, torch.randn(family.noise_shape(3)), prompt, [prompt.embeds, prompt.pooled])
+    given = torch.randn(family.noise_shape(3)), prompt, [prompt.embeds, prompt.pooled]
+    measured = saved_bytes(family, *given)
+    family.denoiser.gradient_checkpointing = True
+    inputs = saved_bytes(family, *given)
     base, shapes = inspect_base(str(sd3_base)), read_weights(sd3_base / "transformer").shapes
     size = estimate_sd3.geometry(shapes, base.transformer_config(), profile.model, 8, estimate_sd3.clip_tokens(base))
     assert size is not None
     assert size.prompt == prompt.embeds.shape[1]
     modules = adapted(targets, denoiser_modules(shapes, SD3_LORA))
-    claimed = 3 * estimate_sd3.saved_activations(size, modules, 32, 2 if dtype == "bfloat16" else 4)
+    item = 2 if dtype == "bfloat16" else 4
+    claimed = 3 * estimate_sd3.saved_activations(size, modules, 32, item)
     assert 0.98 * measured <= claimed <= most * measured
+    claimed = 3 * estimate_sd3.saved_activations(size, modules, 32, item, checkpointing=True)
+    ends = inputs - 3 * size.layers * (size.image + size.prompt) * size.hidden * item
+    held = inputs + (measured - ends) / size.layers
+    assert 0.98 * held <= claimed <= most * held
 
 
 def test_slicing_and_tiling_bound_what_is_decoded(sd3_base: Path) -> None:

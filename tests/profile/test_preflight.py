@@ -1,6 +1,7 @@
 """Each rule alone: one departure from a valid profile, exactly that one finding, at its place."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import pytest
 
 from nftctl.algorithm import schedule
 from nftctl.errors import ProfileRefused
-from nftctl.profile.adapter import adapted, checkpoint_bytes
+from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes
+from nftctl.profile.estimate import estimate
 from nftctl.profile.load import bundled_profiles, load_profile, load_resolved
 from nftctl.profile.preflight import RULES, check, refuse_if_wrong
 from nftctl.profile.rules import objective
@@ -26,6 +28,9 @@ TINY: dict[str, object] = {
     "model.system_prompt": False,
     "model.resolution_template": False,
 }
+
+PARTS = {"model.vae": "base/vae", "model.tokenizer": "base/tokenizer"}
+"""What a distributed checkpoint does not hold."""
 
 # code, key, what is changed; several departures may break one rule
 ALONE: list[tuple[str, str, dict[str, object]]] = [
@@ -70,6 +75,13 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["gate_proj"]}),
     ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": ["layers.2.self_attn.add_q_proj"]}),
     ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "time_embedder.linear_1"]}),
+    ("lora-matches-nothing", "model.lora.targets", {"model.lora.targets": [r"/layers\.[2-9]\..*\.add_q_proj/"]}),
+    ("lora-touches-prompt-encoder", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "/.*_proj/"]}),
+    ("lora-touches-prompt-encoder", "model.lora.targets", {**SD3, "model.lora.targets": ["/.*q_proj/"]}),
+    ("rl-profile-contradicted", "model.lora.targets", {"model.lora.targets": ["/add_q_proj/"]}),
+    ("lora-pattern", "model.lora.targets", {"model.lora.targets": ["/(/"]}),
+    ("lora-pattern", "model.lora.targets", {"model.lora.targets": ["add_q_proj", "/proj_in"]}),
+    ("lora-pattern", "model.lora.targets", {**SD3, "model.lora.targets": ["//"]}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": REMOVED, "model.vae": "base/vae"}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": "nowhere"}),
     ("init-from-missing", "rl.init_from", {"rl.init_from": "prompts.txt"}),
@@ -80,8 +92,21 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     (
         "init-from-dcp",
         "rl.init_from",
-        {"rl.init_from": "dcp", "model.vae": "base/vae", "model.tokenizer": "base/tokenizer"},
+        {"rl.init_from": "dcp", **PARTS},
     ),
+    ("init-from-dcp", "rl.init_from", {"rl.init_from": "nameless", **PARTS}),
+    ("init-from-weights", "rl.init_from", {"rl.init_from": "torn-shards", **PARTS}),
+    ("init-from-family", "rl.init_from", {"rl.init_from": "sd3-shards", **PARTS}),
+    ("init-from-missing", "rl.init_from", {"rl.init_from": "base/transformer", **PARTS}),
+    ("vae-missing", "model.vae", {"rl.init_from": "shards", "model.tokenizer": "base/tokenizer"}),
+    ("tokenizer-missing", "model.tokenizer", {"rl.init_from": "shards", "model.vae": "base/vae"}),
+    ("text-encoder-missing", "rl.init_from", {**SD3, "rl.init_from": "sd3-shards"}),
+    (
+        "lora-matches-nothing",
+        "model.lora.targets",
+        {"rl.init_from": "shards", **PARTS, "model.lora.targets": ["layers.2.self_attn.add_q_proj"]},
+    ),
+    ("media-shape", "model.height", {"rl.init_from": "shards", **PARTS, "model.vae": "vae32", "model.height": 528}),
     ("init-from-family", "rl.init_from", {"rl.init_from": "other"}),
     ("init-from-weights", "rl.init_from", {"rl.init_from": "hollow"}),
     ("init-from-weights", "rl.init_from", {"rl.init_from": "torn"}),
@@ -283,7 +308,7 @@ BROKEN: dict[str, object] = {
     "model.height": 520,
     "model.vae": "nowhere",
     "model.tokenizer": "nowhere",
-    "model.lora.targets": ["add_q_proj", "layers.2.self_attn.add_k_proj", "to_q"],
+    "model.lora.targets": ["add_q_proj", "layers.2.self_attn.add_k_proj", "to_q", "/[/"],
     "data.rows_per_step": 9,
     "data.prompt_file": "twice.txt",
     "optimizer.betas": [1, 1],
@@ -375,10 +400,36 @@ def test_warnings_alone_refuse_nothing(load: Callable) -> None:
 def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable) -> None:
     codes = {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
     assert codes == {"init-from-dcp", "vae-missing", "tokenizer-missing"}
+    (pickled,) = check(load({"rl.init_from": "dcp", **PARTS}))
+    assert "only nftctl convert has the reader" in pickled.message
+    assert pickled.help.startswith("nftctl convert dcp dcp-diffusers --like BASE, where BASE is the base")
     Path("dcp/.metadata").unlink()
     assert [finding.code for finding in check(load({"rl.init_from": "dcp"}))] == ["init-from-missing"]
-    Path("dcp/model-00001.safetensors").write_bytes(b"")
-    assert "init-from-dcp" in {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
+    codes = {finding.code for finding in check(load({"rl.init_from": "shards"}))}
+    assert codes == {"vae-missing", "tokenizer-missing"}
+
+
+def test_a_distributed_checkpoint_of_safetensors_is_a_base(load: Callable) -> None:
+    assert check(load({"rl.init_from": "shards", **PARTS})) == []
+    whole, cut = (Facts(load({"rl.init_from": name, **PARTS})) for name in ("base", "shards"))
+    assert cut.weights.shapes == whole.weights.shapes
+    memory = [estimate(f.profile, f.base, f.weights, f.contract, ["a"]) for f in (whole, cut) if f.contract]
+    assert memory[0] is not None
+    assert memory[0] == memory[1]
+    Path("shards/transformer/config.json").rename("shards/config.json")
+    assert check(load({"rl.init_from": "shards", **PARTS})) == []
+    assert [(f.code, f.key) for f in check(load({**SD3, "rl.init_from": "sd3-shards"}))] == [
+        ("text-encoder-missing", "rl.init_from")
+    ]
+
+
+def test_a_checkpoint_needs_no_vae_where_the_contract_s_latents_are_pixels(load: Callable) -> None:
+    changes = {**TINY, "rl.init_from": "shards", "model.tokenizer": "base/tokenizer"}
+    assert [f.code for f in check(load(changes))] == ["vae-missing"]
+    config = json.loads(Path("shards/transformer/config.json").read_text())
+    Path("shards/transformer/config.json").write_text(json.dumps(config | {"latent_channel": 3}))
+    assert check(load(changes)) == []
+    assert [f.code for f in check(load({**changes, "model.decode_tiling": True}))] == ["decode-mode"]
 
 
 def test_the_unknown_contract_lists_the_supported_ones(load: Callable) -> None:
@@ -473,6 +524,14 @@ def test_lora_targets_are_judged_by_the_names_in_the_headers(load: Callable) -> 
     )
     (finding,) = check(load({"rl.init_from": "split", "model.lora.targets": ["layers.2.self_attn.add_q_proj"]}))
     assert finding.code == "lora-matches-nothing"
+    assert (
+        check(load({"model.lora.targets": [r"/layers\.1\.self_attn\.(add_q_proj|to_add_out)/", "/proj_(in|out)/"]}))
+        == []
+    )
+    (finding,) = check(load({"model.lora.targets": ["proj_in", r"/layers\.\d\..*gate_proj/"]}))
+    assert "selects layers.0.mlp.gate_proj of the prompt encoder" in finding.message
+    (finding,) = check(load({"model.lora.targets": ["/layers.0.*(add/"]}))
+    assert "missing ), unterminated subpattern at position 10" in finding.message
     for layer, codes in ((3, []), (4, ["lora-matches-nothing"])):
         path = bundled_profiles()["tiny_t2i_cpu"]
         sets = [f'model.lora.targets=["layers.{layer}.mlp_moe_gen.up_proj"]']
@@ -500,12 +559,23 @@ def test_the_delayed_law_may_set_in_at_the_last_step(load: Callable) -> None:
     assert check(load({"rl.old.decay": "delayed", "rl.old.build_old": False})) == []
 
 
+@pytest.mark.parametrize("train", ["lora", "full"])
 def test_a_run_that_goes_on_needs_no_room_for_what_it_has_already(
-    load: Callable, monkeypatch: pytest.MonkeyPatch
+    load: Callable, monkeypatch: pytest.MonkeyPatch, train: str
 ) -> None:
-    resolved = load({"rl.max_steps": 500, "checkpoint.every": 1, "checkpoint.keep_last": 100})
-    modules = Facts(resolved).denoiser_modules
-    each = checkpoint_bytes(adapted(resolved.profile.model.lora.targets, modules), 16)
+    resolved = load(
+        {"rl.max_steps": 500, "checkpoint.every": 1, "checkpoint.keep_last": 100, "model.train": train}
+        | ({"model.lora.targets": REMOVED, "model.lora.rank": REMOVED} if train == "full" else {})
+    )
+    facts = Facts(resolved)
+    modules = adapted(resolved.profile.model.lora.targets, facts.denoiser_modules)
+    mine = ("add_", "norm_added_", "_moe_gen", "proj_in.", "proj_out.", "time_embedder.")
+    own = {name: shape for name, shape in facts.weights.shapes.items() if any(part in name for part in mine)}
+    sizes = {
+        "lora": (2 * len(modules), adapter_numbers(modules, resolved.profile.model.lora.rank)),
+        "full": (len(own), sum(map(math.prod, own.values()))),
+    }
+    each = checkpoint_bytes(resolved.profile, *sizes[train])
     asked: list[Path] = []
 
     def room(for_checkpoints: int) -> None:

@@ -40,11 +40,16 @@ def test_json_lines(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a cat"},
         {"prompt": '{"subject": "a bus"}', "reward_prompt": "a bus", "metadata": {"n": [1, {"x": 0.5}]}},
+        {"prompt": {"subject": "a bus"}, "reward_prompt": "a bus"},
+        {"prompt": {"z": ["é", 1, 0.50, None, True], "a": {}}},
     ]
     path = write(tmp_path, "p.jsonl", "\n".join(json.dumps(row) for row in rows))
     assert read_prompts(path) == [
         Prompt("a cat", "a cat"),
         Prompt('{"subject": "a bus"}', "a bus", {"n": [1, {"x": 0.5}]}),
+        # An object is its JSON text: keys in the order of the file, separators with a blank, ASCII.
+        Prompt('{"subject": "a bus"}', "a bus"),
+        Prompt(*['{"z": ["\\u00e9", 1, 0.5, null, true], "a": {}}'] * 2),
     ]
 
 
@@ -59,7 +64,10 @@ def test_json_lines(tmp_path: Path) -> None:
         ('{"text": "a"}', '"text" is not one of'),
         ('{"reward_prompt": "a"}', 'no "prompt"'),
         ('{"prompt": ""}', '"prompt" must be a text'),
-        ('{"prompt": {"subject": "a"}}', '"prompt" must be a text'),
+        ('{"prompt": {}}', "and not empty"),
+        ('{"prompt": ["a"]}', "a text or, for a structured prompt, a JSON object"),
+        ('{"prompt": {"subject": "a", "subject": "b"}}', "names a key twice"),
+        ('{"prompt": {"subject": "a"}, "reward_prompt": {"subject": "a"}}', '"reward_prompt" must be a text'),
         ('{"prompt": null}', '"prompt" must be a text'),
         ('{"prompt": "a", "reward_prompt": 3}', '"reward_prompt" must be a text'),
         ('{"prompt": "a", "metadata": []}', '"metadata" must be an object'),

@@ -47,6 +47,33 @@ def test_scope_of_a_target_in_the_other_family(target: str, denoiser: bool, enco
     assert SD3_LORA.touches_prompt_encoder(target) is encoder
 
 
+@pytest.mark.parametrize(
+    ("target", "denoiser", "encoder"),
+    [
+        (r"/layers\.\d+\.self_attn\.add_[qkv]_proj/", True, ""),
+        (r"/layers\.35\.mlp_moe_gen\..*/", True, ""),
+        (r"/layers\.(1|2)\.mlp.*\.up_proj/", True, "layers.1.mlp.up_proj"),
+        ("/proj_in|time_embedder.*/", True, ""),
+        ("/add_q_proj/", False, ""),
+        (r"/layers\.\*\.self_attn\.add_q_proj/", False, ""),
+        ("/.*/", True, "layers.0.self_attn.to_q"),
+        ("/lm_head/", False, "lm_head"),
+        ("/(/", False, ""),
+        ("/", False, ""),
+    ],
+)
+def test_scope_of_a_regular_expression(target: str, denoiser: bool, encoder: str) -> None:
+    assert COSMOS3_LORA.in_denoiser(target) is denoiser
+    assert COSMOS3_LORA.in_prompt_encoder(target) == encoder
+    assert COSMOS3_LORA.touches_prompt_encoder(target) is bool(encoder)
+
+
+def test_scope_of_a_regular_expression_in_the_other_family() -> None:
+    assert SD3_LORA.in_denoiser(r"/transformer_blocks\.37\.attn2?\.to_out\.0/")
+    assert not SD3_LORA.in_prompt_encoder(r"/.*\.attn\..*/")
+    assert SD3_LORA.in_prompt_encoder("/.*wi_1/") == "encoder.block.0.layer.0.DenseReluDense.wi_1"
+
+
 def test_the_other_table_holds_every_linear_module_of_its_family() -> None:
     import re
 

@@ -73,6 +73,7 @@ def test_facts_count_the_base_and_the_adapter_apart(profile: Any, control: dist.
     assert facts["prompts"] == 48
     assert facts["trained_tensors"] == len(policy) == 32
     assert facts["trained_parameters"] == sizes
+    assert facts["adapted_modules"] == dict.fromkeys(["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"], 4)
     names = [n for n, _ in roles.family.denoiser.named_parameters() if "lora_" not in n]
     assert facts["base_parameters"] == sum(roles.family.denoiser.get_parameter(n).numel() for n in names)
     assert {id(p) for p in roles.policy.parameters.values()} == {id(p) for p in policy.values()}

@@ -94,6 +94,20 @@ def test_micro_batches_give_one_gradient_and_one_row(profile: Make, roles: Any) 
             torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-8)
 
 
+def test_gradient_checkpointing_makes_the_same_step_to_the_bit(profile: Make, roles: Any) -> None:
+    """A whole step, and every number that it reports: what the backward runs again is in no count."""
+    sets = ("rl.kl_beta=0.5", "rl.updates_per_rollout=2", "rl.old.update_every=2", "model.train_micro_batch=3")
+    want_row, want = gradients(roles(profile(*sets)))
+    parts = roles(profile(*sets, "model.gradient_checkpointing=true"))
+    assert parts[0].denoiser.gradient_checkpointing
+    row, moments = gradients(parts)
+    assert row == want_row
+    assert row["forwards/executed"] == row["forwards/planned"]
+    assert moments.keys() == want.keys()
+    assert all(torch.equal(moments[name], value) for name, value in want.items())
+    assert all(bool(value.any()) for name, value in want.items() if name.endswith("lora_B"))
+
+
 @pytest.mark.parametrize(
     ("sets", "used", "executed"),
     [

@@ -63,11 +63,55 @@ def test_guidance_runs_one_branch_or_both(profile: Make, roles: Any, guidance: f
     assert family.encoder.encoded == encoded  # three prompts, and the negative one where it is read
 
 
+@pytest.mark.parametrize("home", ["resident", "offload", "per-step"])
+def test_a_step_is_one_visit_of_the_encoder_before_anything_is_sampled(profile: Make, roles: Any, home: str) -> None:
+    family, role, _ = roles(profile(f'model.prompt_encoder="{home}"', "model.rollout_micro_batch=1", "rl.guidance=3"))
+    encoder = family.encoder
+    encoder._remembered.limit = 1  # nothing but the newest prompt stays
+    seen: list[tuple[int, int, bool]] = []
+
+    def look(part: list[Trajectory]) -> None:
+        there = not any(p.is_meta for p in encoder.tower.parameters())
+        seen.append((encoder.visits, encoder.encoded, there))
+
+    done = role.sample(source_rows(4), 0, look)
+    assert seen == [(1, 5, home != "per-step")] * 4
+    with encoder.visit():
+        assert all(torch.equal(t.conditioning.keys, encoder.encode([t.row.prompt.text])[0].keys) for t in done)
+    role.sample(source_rows(4), 0, look)
+    assert seen[4:] == [(3, 5 + 4 + 5, home != "per-step")] * 4
+
+
+def test_remembered_prompts_need_no_visit(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile('model.prompt_encoder="per-step"', "rl.guidance=3"))
+    for _ in range(2):
+        role.sample(source_rows(3), 0, lambda part: None)
+        assert (family.encoder.visits, family.encoder.encoded) == (1, 4)
+    role.sample(source_rows(2, first=3), 0, lambda part: None)
+    assert (family.encoder.visits, family.encoder.encoded) == (2, 6)
+
+
+def test_an_evaluation_is_one_visit_for_as_much_as_is_remembered(profile: Make, roles: Any) -> None:
+    how, images = Sampling(1, 3.0, 1.0), {}
+    colours, digits = ("red", "green", "blue", "black"), ("one", "two", "three", "four", "five", "six", "seven", "zero")
+    prompts = [f"{article}{colour} {digit}" for article in ("", "a ") for colour in colours for digit in digits][:40]
+    for kept, visits in ((40, 1), (28, 2), (0, 3)):  # three batches of 16
+        family, role, _ = roles(profile('model.prompt_encoder="per-step"'))
+        family.encoder._remembered.limit = kept * family.encoder.encode(["a red one"])[0].nbytes
+        before = family.encoder.visits
+        images[kept] = list(role.sample_fixed(prompts, [(1, "eval", n, 0) for n in range(40)], how, "policy"))
+        assert family.encoder.visits - before == visits
+        assert all(p.is_meta for p in family.encoder.tower.parameters())
+    assert all(torch.equal(a, b) for other in (28, 0) for a, b in zip(images[40], images[other], strict=True))
+
+
 def test_guidance_zero_ignores_the_prompt_and_three_goes_beyond_it(profile: Make, roles: Any) -> None:
     family, role, _ = roles(profile())
     noise = draws.normal(family.latent_shape, 0)[None].expand(2, -1, -1, -1, -1)
-    conditions = family.encoder.encode(PROMPTS[:2])
-    at = {g: role.denoise(conditions, noise, Sampling(1, 3.0, g), "policy")[0] for g in (0.0, 1.0, 3.0)}
+    at = {}
+    for guidance in (0.0, 1.0, 3.0):
+        how = Sampling(1, 3.0, guidance)
+        at[guidance] = role.denoise(*role.encode(PROMPTS[:2], how), noise, how, "policy")[0]
     assert torch.equal(at[0.0][0], at[0.0][1])
     assert not torch.allclose(at[1.0][0], at[1.0][1], atol=1e-3)
     # One solver step is linear in the velocity, so guidance is too, up to the clamp to [-1, 1].
@@ -147,7 +191,7 @@ def test_a_sample_starts_from_the_noise_of_its_tick(
     how = Sampling(4, 3.0, 1.0)
     for sample, got in zip(done, x0, strict=True):
         noise = draws.normal(family.latent_shape, 3, "rollout", sample.tick, 0)[None]
-        alone, _ = role.denoise([sample.conditioning], noise, how, "old")
+        alone, _ = role.denoise([sample.conditioning], None, noise, how, "old")
         torch.testing.assert_close(got, alone[0], rtol=1e-4, atol=1e-5)
 
 

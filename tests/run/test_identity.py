@@ -33,6 +33,7 @@ def document(**sections: dict[str, Any]) -> dict[str, object]:
         ("model", {"vae": "/elsewhere/vae"}),
         ("model", {"tokenizer": "/elsewhere/tok"}),
         ("model", {"shard": "reshard"}),
+        ("model", {"gradient_checkpointing": True}),
         ("data", {"prompt_file": "/elsewhere/prompts.txt"}),
         ("grid", {"address": "10.0.0.1:6379"}),
         ("grid", {"collective_timeout_s": 300.0}),

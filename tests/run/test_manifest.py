@@ -19,7 +19,7 @@ from nftctl.run.canonical import digest, pretty_bytes
 from nftctl.run.checkpoints import partial_folder, step_name
 from nftctl.run.manifest import Manifest, commit, read_manifest, verify, write_manifest
 from nftctl.run.state import RunState
-from nftctl.run.tensors import SHARDING_KEY
+from nftctl.tensorblocks import SHARDING_KEY
 
 from .make import TENSORS, make_manifest, safetensors_bytes, snapshot, write_checkpoint
 

@@ -21,6 +21,9 @@ from nftctl.profile.rules.rule import Facts, Problem, Rule
 from nftctl.profile.t2i import T2I_PROFILES
 from nftctl.tensorfile import TRANSFORMERS_STEM
 
+READABLE = ("diffusers", "dcp")
+"""Kinds of base whose files lie here."""
+
 
 def _missing(facts: Facts) -> Iterator[Problem]:
     value = facts.profile.rl.init_from
@@ -44,16 +47,30 @@ def _hub(facts: Facts) -> Iterator[Problem]:
 
 
 def _dcp(facts: Facts) -> Iterator[Problem]:
-    if facts.base.kind == "dcp":
-        value = facts.profile.rl.init_from
-        message = "rl.init_from is a distributed checkpoint, and a base is read from diffusers layout only"
-        source, target = shlex.quote(value), shlex.quote(f"{value.rstrip('/')}-diffusers")
-        help = f"nftctl convert {source} {target} --like BASE, where BASE is the base that it came from; then name that"
-        yield Problem("rl.init_from", message, help)
+    if facts.base.kind != "dcp":
+        return
+    convert = f"{_convert(facts)}; then name what it writes"
+    if facts.base.is_pickled:
+        message = (
+            "rl.init_from is a distributed checkpoint with a pickled .metadata, which a run never opens: "
+            "only nftctl convert has the reader in which nothing of it can run"
+        )
+        yield Problem("rl.init_from", message, convert)
+    elif not is_file(facts.base.config_folder / "config.json"):
+        message = "rl.init_from is a distributed checkpoint without a config.json: nothing says what its tensors are"
+        config = local(facts.profile.rl.init_from) / "transformer" / "config.json"
+        yield Problem("rl.init_from", message, f"copy the transformer's to {config}; or {convert}")
+
+
+def _convert(facts: Facts) -> str:
+    """The command that makes a diffusers folder of the distributed checkpoint that the profile names."""
+    value = facts.profile.rl.init_from
+    source, target = shlex.quote(value), shlex.quote(f"{value.rstrip('/')}-diffusers")
+    return f"nftctl convert {source} {target} --like BASE, where BASE is the base that it came from"
 
 
 def _family(facts: Facts) -> Iterator[Problem]:
-    if facts.base.kind != "diffusers" or facts.contract is None:
+    if facts.base.kind not in READABLE or facts.contract is None:
         return
     if facts.other_family:
         found = facts.base.transformer_class()
@@ -78,16 +95,21 @@ def _vae(facts: Facts) -> Iterator[Problem]:
     contract, base = facts.contract, facts.base
     # A base that brings its text encoders brings its VAE as well, so nothing is asked for before there is a base.
     asked = ("diffusers",) if contract is not None and contract.text_parts else ("unset", "diffusers")
-    needed = contract is not None and contract.needs_vae and base.kind in asked
-    if not value and (base.kind == "dcp" or (needed and not is_vae(base.folder / "vae"))):
+    needed = contract is not None and contract.needs_vae and base.kind in asked and not is_vae(base.folder / "vae")
+    if base.kind == "dcp":
+        channels = base.transformer_config().get("latent_channel", 3)
+        pixels = contract is not None and not contract.needs_vae and channels == 3
+        # One that needs text encoders as well is refused as a whole.
+        needed = not pixels and not (contract is not None and contract.text_parts)
+    if not value and needed:
         message = "model.vae is required: there is none in rl.init_from"
         yield Problem("model.vae", message, "the folder of a VAE in diffusers layout")
 
 
 def _decode_mode(facts: Facts) -> Iterator[Problem]:
-    if facts.base.kind != "diffusers" or not facts.base.latents_are_pixels():
-        return
     model = facts.profile.model
+    if facts.base.kind not in READABLE or not facts.base.latents_are_pixels(model.vae):
+        return
     for key, asked in (("model.decode_slicing", model.decode_slicing), ("model.decode_tiling", model.decode_tiling)):
         if asked:
             message = f"{key} is for a VAE, and the latents of rl.init_from are pixels: nothing is decoded"
@@ -98,7 +120,7 @@ def _media(facts: Facts) -> Iterator[Problem]:
     """Sides that the contract allows and this base cannot make."""
     contract, base, model = facts.contract, facts.base, facts.profile.model
     vae = local(model.vae) if model.vae else base.folder / "vae"
-    if contract is None or base.kind != "diffusers" or facts.other_family or not is_vae(vae):
+    if contract is None or base.kind not in READABLE or facts.other_family or not is_vae(vae):
         return
     multiple = pixels_per_latent(read_object(vae / "config.json"), contract.family)
     smallest, largest, step = contract.sides
@@ -126,11 +148,17 @@ def _tokenizer(facts: Facts) -> Iterator[Problem]:
         return
     if value and not is_folder(local(value)):
         yield Problem("model.tokenizer", f'model.tokenizer = "{value}" is not a folder')
-    if not value and base.kind in ("dcp", "diffusers") and not base.has("tokenizer", "text_tokenizer"):
+    if not value and base.kind in READABLE and not base.has("tokenizer", "text_tokenizer"):
         yield Problem("model.tokenizer", "model.tokenizer is required: there is none in rl.init_from")
 
 
 def _text_encoder(facts: Facts) -> Iterator[Problem]:
+    if facts.base.kind == "dcp" and facts.text_parts and not facts.base.is_pickled:
+        message = (
+            "rl.init_from is a distributed checkpoint, which holds a transformer alone, and prompts of this family are "
+            "read by the text encoders of the base"
+        )
+        yield Problem("rl.init_from", message, f"{_convert(facts)}; then name what it writes")
     if facts.base.kind != "diffusers":
         return
     for part, _ in facts.text_parts:
@@ -148,7 +176,7 @@ RULES = (
     Rule("init-from-hub", "A base on the hub is read from the local cache of downloads.", _hub),
     Rule(
         "init-from-dcp",
-        "A base is read from diffusers layout; nftctl convert makes one of a distributed checkpoint.",
+        "A distributed checkpoint says what its tensors are, and none of it is a pickle.",
         _dcp,
     ),
     Rule("init-from-family", "The base is of the family that the named contract is for.", _family),

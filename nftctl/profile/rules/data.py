@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from nftctl.profile.adapter import adapted, checkpoint_bytes, most_checkpoints
+from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes, most_checkpoints
 from nftctl.profile.artifacts import exists, local
+from nftctl.profile.estimate import in_denoiser
 from nftctl.profile.prompts import INVALID, MISSING
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 
@@ -58,17 +60,27 @@ def _duplicate(facts: Facts) -> Iterator[Problem]:
 def _disk(facts: Facts) -> Iterator[Problem]:
     """Silent where the base's headers or the disk cannot be read: other rules have the word."""
     profile = facts.profile
-    modules = adapted(profile.model.lora.targets, facts.denoiser_modules)
+    tensors, numbers = _trained(facts)
     free = _free_bytes(local(profile.job.run_dir))
-    if not modules or free is None:
+    if not tensors or free is None:
         return
-    count, each = most_checkpoints(profile), checkpoint_bytes(modules, profile.model.lora.rank)
+    count, each = most_checkpoints(profile), checkpoint_bytes(profile, tensors, numbers)
     if facts.resolved.path is None:  # a run that goes on has what it keeps on the disk already
         count = min(count, 2)
     if count * each > free:
         message = f"up to {count:,} checkpoints of {_mib(each)} are on the disk at once, and {profile.job.run_dir} "
         help = "lower checkpoint.keep_last, raise checkpoint.keep_every, or set job.run_dir to another disk"
         yield Problem("checkpoint.keep_last", f"{message}has {_mib(free)} free", help)
+
+
+def _trained(facts: Facts) -> tuple[int, int]:
+    """Tensors of the policy, and the numbers in them; zeros where the base does not say."""
+    model, contract = facts.profile.model, facts.contract
+    if model.train == "full" and contract is not None:
+        shapes = [shape for name, shape in facts.weights.shapes.items() if in_denoiser(contract.family, name)]
+        return len(shapes), sum(map(math.prod, shapes))
+    modules = adapted(model.lora.targets, facts.denoiser_modules)
+    return 2 * len(modules), adapter_numbers(modules, model.lora.rank)
 
 
 def _free_bytes(folder: Path) -> int | None:

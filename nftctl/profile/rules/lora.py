@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nftctl.profile.adapter import selected
 from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.targets import is_pattern, malformed
 
 _LAYER = re.compile(r"(?:layers|transformer_blocks)\.(\d+|\*)\.")
 
@@ -19,7 +20,8 @@ def _nothing(facts: Facts) -> Iterator[Problem]:
     for target in facts.profile.model.lora.targets:
         allowed = contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target)
         if allowed and not selected(target, modules):
-            message = f'LoRA target "{target}" ends no module\'s name in the denoiser of {facts.base.folder}'
+            does = "is in full" if is_pattern(target) else "ends"
+            message = f'LoRA target "{target}" {does} no module\'s name in the denoiser of {facts.base.folder}'
             yield Problem("model.lora.targets", message, targets(facts))
 
 
@@ -27,9 +29,17 @@ def _scope(facts: Facts) -> Iterator[Problem]:
     if facts.contract is None:
         return
     for target in facts.profile.model.lora.targets:
-        if facts.contract.lora.touches_prompt_encoder(target):
-            message = f'LoRA target "{target}" selects a module of the prompt encoder, whose output is computed once'
+        if found := facts.contract.lora.in_prompt_encoder(target):
+            message = f'LoRA target "{target}" selects {found} of the prompt encoder, whose output is computed once'
             yield Problem("model.lora.targets", message, targets(facts))
+
+
+def _pattern(facts: Facts) -> Iterator[Problem]:
+    for target in facts.profile.model.lora.targets:
+        if reason := malformed(target):
+            message = f'LoRA target "{target}" is no regular expression: {reason}'
+            help = "write '/regex/' for whole names, or the end of a name without slashes"
+            yield Problem("model.lora.targets", message, help)
 
 
 def _unused(facts: Facts) -> Iterator[Problem]:
@@ -57,6 +67,7 @@ def targets(facts: Facts) -> str:
 
 
 RULES = (
+    Rule("lora-pattern", "A LoRA target between slashes is a regular expression on whole module names.", _pattern),
     Rule("lora-matches-nothing", "Every LoRA target is the name of a module that the base has.", _nothing),
     Rule("lora-touches-prompt-encoder", "An adapted prompt encoder would make its cached output stale.", _scope),
     Rule("lora-unused", "What configures an adapter says nothing where none is trained.", _unused, "warning"),

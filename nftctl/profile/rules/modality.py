@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from nftctl.profile.rules.lora import targets
 from nftctl.profile.rules.rule import Facts, Problem, Rule
 from nftctl.profile.t2i import T2I_PROFILES
+from nftctl.profile.targets import malformed
 
 _SUPPORTED = f"supported: {', '.join(T2I_PROFILES)}"
 
@@ -76,7 +77,8 @@ def _contradicted(facts: Facts) -> Iterator[Problem]:
     if not contract.text_parts and not model.t5:
         yield Problem("model.t5", f"{says} only true for model.t5: its bases have no T5")
     for target in model.lora.targets:
-        if not contract.lora.in_denoiser(target) and not contract.lora.touches_prompt_encoder(target):
+        known = contract.lora.in_denoiser(target) or contract.lora.touches_prompt_encoder(target)
+        if not known and not malformed(target):
             yield Problem("model.lora.targets", f'{says} no LoRA target "{target}"', targets(facts))
     if not model.lora.targets:
         yield Problem("model.lora.targets", f"{says} no empty list of LoRA targets", targets(facts))

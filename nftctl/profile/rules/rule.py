@@ -13,7 +13,7 @@ from typing import Literal
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.profile.adapter import denoiser_modules
-from nftctl.profile.artifacts import Base, Weights, inspect_base, read_weights
+from nftctl.profile.artifacts import Base, Weights, inspect_base
 from nftctl.profile.load import Resolved
 from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
@@ -76,8 +76,9 @@ class Facts:
 
     @cached_property
     def weights(self) -> Weights:
-        """The base's transformer by its headers; empty, without a reason, where there is no diffusers folder."""
-        return read_weights(self.base.folder / "transformer") if self.base.kind == "diffusers" else Weights()
+        """The base's transformer by its headers; empty, without a reason, where there is none that a run would read."""
+        readable = self.base.kind in ("diffusers", "dcp") and not self.base.is_pickled
+        return self.base.weights() if readable else Weights()
 
     @cached_property
     def denoiser_modules(self) -> dict[str, tuple[int, int]]:

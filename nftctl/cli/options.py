@@ -1,0 +1,53 @@
+"""Arguments and options that several commands take, each said once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nftctl.cli import completion
+from nftctl.errors import UsageRefused
+
+ProfileArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROFILE",
+        show_default=False,
+        autocompletion=completion.profile_names,
+        help="A .toml file, the name of a bundled profile, or - for stdin. "
+        "Default: $NFTCTL_PROFILE, then ./profile.toml, then tiny_t2i_cpu.",
+    ),
+]
+
+
+def refuse_empty(value: str | None) -> str | None:
+    """An unset variable of a script must not name the working folder."""
+    if value is not None and not value.strip():
+        raise UsageRefused(
+            "the name of the checkpoint is empty", hint="give a run's name or a folder; the one you are in is `.`"
+        )
+    return value
+
+
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        callback=refuse_empty,
+        autocompletion=completion.checkpoint_names,
+        help="A step folder, a checkpoints folder, a run folder, or the name of a run.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.set_keys,
+        help="Override one value, written as in TOML; repeatable.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no talk; warnings and errors stay.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan; start and write nothing.")]
