@@ -72,8 +72,6 @@ def load(
     )
     stored = StoredWeights(tuple(files), tuple(skip_keys), seed)
     denoiser.gradient_checkpointing = model.gradient_checkpointing
-    if isinstance(decoder, WanDecoder):
-        denoiser.frames_per_latent = decoder.frames
     tokens = Cosmos3Tokens(
         tokenizer,
         height=model.height,

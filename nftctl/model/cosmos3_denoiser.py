@@ -94,8 +94,6 @@ class Cosmos3Denoiser(Denoiser):
     open_dims: ClassVar = {1: 2, 2: 2, 5: 3}  # keys, values and mask, along the prompt
     fps: float = 24.0
     """Frames a second of what is made; places the frames of a base that modulates its positions by it."""
-    frames_per_latent: int = 4
-    """The VAE's temporal compression."""
 
     def __init__(self, stock: Cosmos3OmniTransformer) -> None:
         super().__init__()
@@ -160,7 +158,8 @@ class Cosmos3Denoiser(Denoiser):
     @torch.no_grad()
     def _rope(self, lengths: tuple[int, ...], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
         frames, rows, columns = shape[2], -(-shape[3] // self.patch), -(-shape[4] // self.patch)
-        # The image starts a fixed margin after its own prompt ends, so the frames' positions differ between rows.
+        # The image starts a fixed margin after its own prompt ends, so the frames' positions differ between rows. How
+        # many frames a latent stands for is in both of upstream's rates, and cancels.
         ids = [
             get_3d_mrope_ids_vae_tokens(
                 frames,
@@ -170,7 +169,6 @@ class Cosmos3Denoiser(Denoiser):
                 reset_spatial_indices=self.reset_spatial,
                 fps=self.fps if self.modulated else None,
                 base_fps=self.base_fps,
-                temporal_compression_factor=self.frames_per_latent,
             )[0]
             for length in lengths
         ]

@@ -104,11 +104,6 @@ class WanDecoder(VaeDecoder):
     def scale(self) -> int:
         return int(self.vae.config.scale_factor_spatial)
 
-    @property
-    def frames(self) -> int:
-        """Frames per latent."""
-        return int(self.vae.config.scale_factor_temporal)
-
     def pixels(self, x0: Tensor) -> Tensor:
         pixels: Tensor = self.vae.decode(x0 / self.inverse_std + self.mean).sample
         return pixels

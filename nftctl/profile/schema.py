@@ -233,8 +233,8 @@ class Data(Section):
     """Prompts and how they are consumed."""
 
     prompt_file: str = ""
-    """`.txt` (one prompt a line), `.jsonl` (`prompt`, a text or a JSON object; optional `reward_prompt` and `metadata`),
-    or `embedded`."""
+    """`.txt` (one prompt a line), `.jsonl` (`prompt`, a text or a JSON object; optional `reward_prompt` and
+    `metadata`), or `embedded`."""
     rows_per_step: Count = 4
     """Source rows per step; every rank makes one sample of each."""
     shuffle: bool = False

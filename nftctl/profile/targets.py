@@ -1,8 +1,8 @@
 """What a LoRA target selects: modules by the end of their names, or by a regular expression between slashes.
 
-`add_q_proj` and `self_attn.add_q_proj` are ends of names, cut at a dot; `/layers\\.[0-7]\\..*_proj/` has to match a name
-in full. No module has a slash in its name, so neither form can be taken for the other. Selects nothing by a regular
-expression that is none.
+`add_q_proj` and `self_attn.add_q_proj` are ends of names, cut at a dot; `/layers\\.[0-7]\\..*_proj/` has to match a
+name in full. No module has a slash in its name, so neither form can be taken for the other. Selects nothing by a
+regular expression that is none.
 """
 
 from __future__ import annotations

@@ -15,12 +15,13 @@ from nftctl.model import adapters, shard
 from nftctl.model.copies import copies_of
 from nftctl.model.cosmos3 import split
 from nftctl.model.family import Denoiser
+from nftctl.model.registry import load_family
 from nftctl.model.sd3_denoiser import Sd3Denoiser
 from nftctl.model.sd3_encoder import PromptEmbeds
-from nftctl.profile.schema import Lora
+from nftctl.profile.schema import Lora, Model
 
 from .bases import build_transformer
-from .sd3_bases import SD35, build_sd3
+from .sd3_bases import SD35, build_sd3, write_sd3_base
 from .world import read_result, run_world, write_result
 
 PROMPTS = [[5, 9, 250, 3], [4], [299, 0, 13]]
@@ -101,6 +102,13 @@ def test_gradients_and_counts_are_the_same_to_the_bit(family: str, train: str, d
     # What the backward runs again is no forward of the plan; each of the two did run again.
     assert counted == forwards == 3 * once
     assert again == once + 2
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_both_families_are_loaded_as_the_profile_says(on: bool, pixel_base: Path, tmp_path: Path) -> None:
+    for family, base in (("cosmos3", pixel_base), ("sd3", write_sd3_base(tmp_path))):
+        model = Model(height=64, width=64, dtype="float32", gradient_checkpointing=on)
+        assert load_family(model, str(base), family, torch.device("cpu")).denoiser.gradient_checkpointing is on
 
 
 def kept(denoiser: Denoiser, cache: Any, family: str) -> tuple[int, int]:

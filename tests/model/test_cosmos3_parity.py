@@ -27,7 +27,7 @@ def relative_errors(
     compression: int = 4,
 ) -> list[float]:
     tower, denoiser = split(stock)
-    denoiser.fps, denoiser.frames_per_latent = fps, compression
+    denoiser.fps = fps
     x = torch.randn(len(prompts), 3, frames, *size, generator=torch.Generator().manual_seed(1))
     sigma = torch.tensor(SIGMAS[: len(prompts)])
     with torch.no_grad():

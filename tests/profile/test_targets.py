@@ -23,6 +23,7 @@ NAMES = ["layers.0.attn.to_q", "layers.1.attn.to_q", "layers.10.attn.to_q", "lay
         (r"/layers\.\d\.attn\.to_q/", [0, 1]),
         (r"/layers\.1.*/", [1, 2, 3]),
         ("/to_q/", []),
+        (r"/layers\.1\.attn/", []),
         ("/.*to_q/", [0, 1, 2]),
         ("/proj_in|layers.0.*/", [0, 4]),
         ("/(?i)PROJ_IN/", [4]),

@@ -48,7 +48,8 @@ def _unused(facts: Facts) -> Iterator[Problem]:
         for key, origin in facts.resolved.origins.items()
         if key.startswith("model.lora.") and origin.source != "default"
     ]
-    if facts.profile.model.train == "full" and given:
+    written = facts.resolved.path is not None  # a run that goes on has every key, whoever chose it
+    if facts.profile.model.train == "full" and given and written:
         message = f'model.train = "full" trains all weights of the denoiser, so {", ".join(given)} has no effect'
         yield Problem("model.train", message, 'remove model.lora, or train = "lora"')
 
