@@ -187,7 +187,7 @@ def refuse_no_pipeline(base: Path, to: str) -> None:
     """Refuse to write a pipeline around a distributed checkpoint, which is a denoiser and nothing else."""
     if inspect_folder(base).kind == "dcp":
         raise UsageRefused(
-            f"the base {base} is a distributed checkpoint, a denoiser without a pipeline, so there is none to write as {to}",
+            f"the base {base} is a distributed checkpoint, a denoiser alone: there is no pipeline to write as {to}",
             hint="name a base with the same denoiser: --base FOLDER, such as `nftctl convert DCP FOLDER --like BASE` "
             "writes; or take the adapter alone: --to lora",
         )
