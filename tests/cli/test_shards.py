@@ -42,7 +42,7 @@ def test_the_adapter_needs_no_base(place: Path) -> None:
 def test_a_pipeline_needs_one_and_takes_any_with_the_same_denoiser(place: Path, to: str) -> None:
     refused = nftctl("export", "first", "--to", to, "out", cwd=place)
     assert refused.returncode == 2
-    assert f"a denoiser without a pipeline, so there is none to write as {to}" in refused.stderr
+    assert f"a denoiser alone: there is no pipeline to write as {to}" in refused.stderr
     assert "name a base with the same denoiser: --base FOLDER" in refused.stderr
     assert not (place / "out").exists()
     for run in ("first", "whole"):
