@@ -82,7 +82,7 @@ def test_without_the_check_of_contents_a_flipped_bit_would_pass(
     profile = load_resolved(run.read_resolved(), name="tiny", text="", sets=[], flags={}, env={})
     with pytest.raises(CheckpointUnusable, match="shard-00001"):
         plan_resume(RunDirectory.open(run.path), run.path / STEP, profile, steps=9)
-    monkeypatch.setattr("nftctl.engine.plan.verify", lambda folder: [])
+    monkeypatch.setattr("nftctl.run.manifest.verify", lambda folder, **how: [])
     assert plan_resume(RunDirectory.open(run.path), run.path / STEP, profile, steps=9).state.step == 2
 
 
