@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import warnings
@@ -50,7 +51,7 @@ def start_ray(grid: Grid, ranks: int, cluster: Cluster | None, say: Callable[[st
         "num_gpus": 0 if grid.device == "cpu" else None,
         "include_dashboard": False,
     }
-    with warnings.catch_warnings(), _own_signals():
+    with warnings.catch_warnings(), _own_signals(), _groups_of_their_own():
         warnings.simplefilter("ignore")
         try:
             ray.init(
@@ -79,6 +80,27 @@ def _own_signals() -> Iterator[None]:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Start Ray's processes in process groups of their own.
+
+    A terminal, `timeout` or a supervisor signals a whole group. Ray's own processes would end at SIGTERM on the spot,
+    and with them the step that is to be finished and saved. They still end with this process, whose death they watch.
+    """
+    plain: Any = subprocess.Popen.__init__
+
+    def apart(process: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("process_group", 0)
+        plain(process, *args, **kwargs)
+
+    # Ray offers no way to say it, and looks the class up when it starts a process.
+    subprocess.Popen.__init__ = apart  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = plain  # type: ignore[method-assign]
 
 
 def own_logs(env: Mapping[str, str]) -> Path:

@@ -20,7 +20,7 @@ LAUNCH = (
 )  # fmt: skip
 STRIKES = [
     Strike("driver", SIGKILL, "rollout", 3),
-    Strike("driver", SIGTERM, "backward", 4),
+    Strike("group", SIGTERM, "backward", 4),
     Strike("group", SIGINT, "rollout", 6),
     Strike("rank 1", SIGKILL, "save", 8),
     Strike("driver", SIGTERM, "save", 8),
