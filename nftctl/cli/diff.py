@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nftctl.cli.console import Console, shorten, table
-from nftctl.cli.inspect import facts_of, locate, other_checkpoints
+from nftctl.cli.inspect import count, facts_of, locate, other_checkpoints
 from nftctl.errors import ExitCode, Finding
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _refuse(console: Console, damaged: dict[Path, list[str]]) -> None:
     ]
     console.findings(faults)
     for folder, texts in damaged.items():
-        console.error(f"{folder} is not whole: {len(texts)} faults", other_checkpoints(folder))
+        console.error(f"{folder} is not whole: {count(texts)}", other_checkpoints(folder))
     code = ExitCode.CHECKPOINT
     console.result("inspect-checkpoint", faults, exit_code=code, complete=False, verified=True)
     raise typer.Exit(code)

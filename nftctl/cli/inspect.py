@@ -6,6 +6,7 @@ A checkpoint that is not whole is shown as far as it can be read, every fault by
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from nftctl.errors import CheckpointUnusable, ExitCode, Finding
 
 if TYPE_CHECKING:
     from nftctl.run.manifest import Manifest
+
+SHOWN = 8
+"""Faults that are printed one a line; the JSON object has all of them."""
 
 
 def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
@@ -39,9 +43,11 @@ def inspect(target: str, *, hashes: bool, tensors: bool, json: bool) -> None:
     extra = {"tensors": manifest.tensors} if tensors else {}
     faults = [Finding("checkpoint-damaged", "", text, origin=str(folder)) for text in problems]
     code = ExitCode.CHECKPOINT if problems else ExitCode.OK
-    console.findings(faults)
+    console.findings(faults[:SHOWN])
+    if len(faults) > SHOWN:
+        console.say(f"and {len(faults) - SHOWN} more; --json lists them all")
     if problems:
-        console.error(f"{folder} is not whole: {len(problems)} faults", other_checkpoints(folder))
+        console.error(f"{folder} is not whole: {count(problems)}", other_checkpoints(folder))
     console.result(
         "inspect-checkpoint", faults, exit_code=code, complete=not problems, verified=hashes, checkpoint=facts, **extra
     )
@@ -64,6 +70,11 @@ def locate(target: str) -> Path:
         if found and (found[-1][1] / MANIFEST_NAME).is_file() and (not cut_off or cut_off[-1][0] <= found[-1][0]):
             return found[-1][1]
     return find_checkpoint(target, runs_folder())[1]
+
+
+def count(faults: Sequence[str]) -> str:
+    """How many faults there are, in words."""
+    return f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
 
 
 def other_checkpoints(folder: Path) -> str:
@@ -95,19 +106,23 @@ def facts_of(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, Any
 
 
 def _copies(folder: Path, manifest: Manifest, *, hashes: bool) -> dict[str, dict[str, Any]]:
-    """Policy and moving old by size and version; with `hashes` also by content, so that equal weights look equal."""
+    """Policy, moving old and average by size and version; with `hashes` also by content: equal weights look equal."""
     from nftctl.run.tensors import content_hash
 
     state = manifest.state
-    versions = {"policy": state.get("policy_version"), "old": state.get("old_version")}
+    versions = {"policy": state.get("policy_version"), "old": state.get("old_version"), "ema": None}
     copies: dict[str, dict[str, Any]] = {}
     for name, version in versions.items():
         own = {key: entry for key, entry in manifest.tensors.items() if key.startswith(f"{name}.")}
         numbers = sum(math.prod(entry["shape"]) for entry in own.values())
-        copies[name] = {"version": version, "tensors": len(own), "numbers": numbers}
+        copies[name] = {"tensors": len(own), "numbers": numbers}
+        if name != "ema":  # the average moves with every step and counts none
+            copies[name] = {"version": version, **copies[name]}
         if hashes:
             copies[name]["sha256"] = content_hash(folder, manifest.files, f"{name}.")
     copies["old"]["refreshes"] = state.get("old_refreshes")
+    if not copies["ema"]["tensors"]:
+        del copies["ema"]
     copies["reference"] = {"base": manifest.identity.get("base.fingerprint")}
     return copies
 
@@ -120,7 +135,7 @@ def _lines(facts: dict[str, Any], manifest: Manifest, *, whole: bool, hashed: bo
         ("state", f"{verdict} ({'every byte hashed' if hashed else 'sizes and headers; --verify hashes contents'})"),
         ("step", f"{facts['step']} rollouts, {state['optimizer_steps']} optimizer steps"),
         ("cursor", f"{state['cursor']} prompt rows consumed"),
-        *((name, _copy_line(copy)) for name, copy in facts["copies"].items()),
+        *((name, _copy_line(copy, manifest)) for name, copy in facts["copies"].items()),
         ("optimizer", f"state of {facts['optimizer_entries']} parameters"),
         ("reward", ", ".join(f"{r.get('name')} at revision {shorten(r.get('revision'))}" for r in facts["reward"])),
         ("identity", facts["identity"]),
@@ -133,9 +148,11 @@ def _lines(facts: dict[str, Any], manifest: Manifest, *, whole: bool, hashed: bo
     return table(rows)
 
 
-def _copy_line(copy: dict[str, Any]) -> str:
+def _copy_line(copy: dict[str, Any], manifest: Manifest) -> str:
     if "base" in copy:
-        return f"the base with adapters off, {shorten(copy['base'])}"
-    text = f"version {copy['version']}, {copy['numbers']:,} numbers in {copy['tensors']} tensors"
+        full = manifest.identity.get("model.train") == "full"
+        return f"the base{'' if full else ' with adapters off'}, {shorten(copy['base'])}"
+    text = f"version {copy['version']}, " if "version" in copy else ""
+    text += f"{copy['numbers']:,} numbers in {copy['tensors']} tensors"
     text += f", refreshed {copy['refreshes']} times" if "refreshes" in copy else ""
     return text + (f", sha256 {shorten(copy['sha256'])}" if "sha256" in copy else "")

@@ -113,8 +113,9 @@ def resume(
             plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv, note=console.say)
         else:
             plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv, note=console.say)
-            refuse_impossible(plan.run_path)
-            refuse_used(plan.run_path)
+    if plan.parent:  # after the lock, which would make the run itself look like one that is running
+        refuse_impossible(plan.run_path)
+        refuse_used(plan.run_path, "use --fork with another name")
     _go_on(console, "resume", plan, warnings, dry_run=dry_run)
 
 
@@ -138,6 +139,7 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
     with StopSignals() as signals:
         console.say(f"run folder {plan.run_path}")
         from nftctl.engine.loop import request_stop, run_job
+        from nftctl.run.directory import RunDirectory, begin_again
 
         signals.arm(request_stop, lambda: reporter.last_step)
         try:
@@ -145,7 +147,7 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
         finally:
             reporter.done()
     code = STOP_CODES.get(str(summary.get("stopped")), ExitCode.OK)
-    for line in closing_words(summary):
+    for line in closing_words(summary, "" if summary.get("checkpoint") else begin_again(RunDirectory(plan.run_path))):
         console.say(line)
     console.data(str(plan.run_path))
     console.result(command, warnings, exit_code=code, summary=summary)
@@ -153,8 +155,8 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
         raise typer.Exit(code)
 
 
-def closing_words(summary: Mapping[str, Any]) -> list[str]:
-    """What a run came to, and what to type next."""
+def closing_words(summary: Mapping[str, Any], again: str = "") -> list[str]:
+    """What a run came to, and what to type next; without a checkpoint that is `again`."""
     run, steps = summary["run"], summary["steps"]
     rows = [("", "")]
     if summary.get("stopped"):
@@ -162,6 +164,8 @@ def closing_words(summary: Mapping[str, Any]) -> list[str]:
     rows += _rewards(summary)
     rows += [(name, str(summary[name])) for name in ("samples", "checkpoint") if summary.get(name)]
     rows.append(("run folder", run))
+    if again:
+        return table([*rows, ("next", f"nothing was saved; {again}")])
     further = steps["total"] if steps["to"] < steps["total"] else 2 * steps["total"]
     rows += [
         ("next", f"nftctl resume {run} --steps {further}"),

@@ -78,7 +78,10 @@ def sample(
         typer.Option("--prompt", metavar="TEXT", help="A row of the grid; repeatable. Default: the run's own grid."),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", metavar="FILE", help="A .txt or .jsonl with a row in each line.")
+        Path | None,
+        typer.Option(
+            "--prompt-file", metavar="FILE", help="A .txt or .jsonl with a row in each line, below those of --prompt."
+        ),
     ] = None,
     weights: Annotated[
         str | None,
@@ -95,11 +98,11 @@ def sample(
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option("--guidance", min=0.0, metavar="G", help="Guidance. Default: as the run evaluates."),
+        typer.Option("--guidance", metavar="G", help="Guidance, 0 or more. Default: as the run evaluates."),
     ] = None,
     shift: Annotated[
         float | None,
-        typer.Option("--shift", min=0.01, metavar="S", help="Shift of the noise levels. Default: the run's."),
+        typer.Option("--shift", metavar="S", help="Shift of the noise levels, above 0. Default: the run's."),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The grid, a new .png; an old one is never overwritten.")

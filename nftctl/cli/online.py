@@ -28,6 +28,8 @@ RULES = {
     "gpus-too-few": "There is a GPU for every rank.",
 }
 """Code -> reason of each rule that needs more than the profile and the files it names."""
+ENVIRONMENT = frozenset({"ray-unreachable", "ray-unfit", "gpus-too-few"})
+"""Codes of what `launch` ends with exit code 8 for."""
 
 Found = TypeVar("Found")
 

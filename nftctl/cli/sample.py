@@ -5,6 +5,7 @@ Runs in this process alone. Everything that can be refused is refused before the
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from nftctl.cli.console import Console
 from nftctl.cli.inspect import locate
-from nftctl.errors import CheckpointUnusable, UsageRefused
+from nftctl.errors import CheckpointUnusable, ProfileRefused, UsageRefused
 
 if TYPE_CHECKING:
     from nftctl.engine.sheet import Sheet
+    from nftctl.model.family import Family
     from nftctl.model.trained import Trained
     from nftctl.profile.prompts import Prompt
     from nftctl.profile.schema import Profile
@@ -48,6 +50,7 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
 
     if wishes.device not in DEVICES:
         raise UsageRefused(f"--device is one of {', '.join(DEVICES)}, got {shlex.quote(wishes.device)}")
+    _refuse_bad_numbers(wishes)
     _refuse_bad_file(out)
     if images is not None:
         refuse_taken(images)
@@ -67,6 +70,7 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
     device = work.pick_device(wishes.device)
     family = work.load_base(trained, profile, base, device)
     console.say(f"{family.report.loaded} of {family.report.expected} base tensors loaded on {device}")
+    _refuse_unreadable(family, sheet, wishes)
     drawn = work.draw(sheet, trained, family, profile, device, console.say)
     title = f"step {trained.manifest.step}, seed {sheet.seed}, {sheet.how.steps} steps, guidance {sheet.how.guidance:g}"
     write_grid(out, drawn, [prompt.reward_text for prompt in sheet.prompts], title, captions=sheet.columns)
@@ -93,6 +97,25 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
         sampling={"steps": sheet.how.steps, "shift": sheet.how.shift, "guidance": sheet.how.guidance},
         device=str(device),
     )
+
+
+def _refuse_bad_numbers(wishes: Wishes) -> None:
+    """The option parser lets nan and inf through its bounds."""
+    if wishes.guidance is not None and not (math.isfinite(wishes.guidance) and wishes.guidance >= 0):
+        raise UsageRefused(f"--guidance is a finite number of 0 or more, got {wishes.guidance:g}")
+    if wishes.shift is not None and not (math.isfinite(wishes.shift) and wishes.shift > 0):
+        raise UsageRefused(f"--shift is a finite number above 0, got {wishes.shift:g}")
+
+
+def _refuse_unreadable(family: Family, sheet: Sheet, wishes: Wishes) -> None:
+    """Refuse a prompt that the base's tokenizer refuses: the command line's fault where the prompt came from there."""
+    try:
+        for prompt in sheet.prompts:
+            family.encoder.check(prompt.text)
+    except ProfileRefused as refused:
+        if wishes.prompts or wishes.prompt_file is not None:
+            raise UsageRefused(refused.message) from None
+        raise
 
 
 def _refuse_bad_file(out: Path) -> None:
@@ -158,7 +181,14 @@ def _prompts(profile: Profile, wishes: Wishes) -> list[Prompt]:
         raise UsageRefused("a --prompt is empty")
     prompts = [Prompt(text, text) for text in wishes.prompts]
     if wishes.prompt_file is not None:
-        prompts += read_prompts(wishes.prompt_file)
+        try:
+            prompts += read_prompts(wishes.prompt_file)
+        except ProfileRefused as refused:
+            wrong = refused.findings[0]
+            where = "" if wrong.line is None else f", line {wrong.line}"
+            raise UsageRefused(
+                f"--prompt-file {shlex.quote(str(wishes.prompt_file))}{where}: {wrong.message}"
+            ) from None
     if not prompts:
         held_out = profile.eval.prompt_file
         path = (

@@ -19,11 +19,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """The run was ended at once by a signal; nothing was saved after the last checkpoint."""
+    """The run was ended at once by a signal; nothing more was saved."""
 
     def __init__(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        super().__init__(f"stopped at once by {name}; the last complete checkpoint stays valid")
+        super().__init__(f"stopped at once by {name}; what was saved stays valid")
         self.exit_code = 128 + signum
 
 

@@ -81,8 +81,10 @@ def validate(
 
 
 def _look_around(console: Console, resolved: Resolved, warnings: Sequence[Finding], extra: dict[str, Any]) -> None:
-    """The part that needs more than files. Ends with 4 when only reward services are at fault, else with 3."""
-    from nftctl.cli.online import look_around
+    """The part that needs more than files. Ends with 4 when only reward services are at fault, with 8 when only Ray or
+    GPUs are, as `launch` does, else with 3.
+    """
+    from nftctl.cli.online import ENVIRONMENT, look_around
 
     answers, findings = look_around(resolved, os.environ)
     for line in table(answers.rows()):
@@ -91,8 +93,12 @@ def _look_around(console: Console, resolved: Resolved, warnings: Sequence[Findin
     if not findings:
         console.result("validate", warnings, **extra)
         return
-    only_rewards = all(finding.code.startswith("reward-") for finding in findings)
-    code = ExitCode.REWARD if only_rewards else ExitCode.PROFILE
+    codes = {finding.code for finding in findings}
+    code = ExitCode.PROFILE
+    if all(name.startswith("reward-") for name in codes):
+        code = ExitCode.REWARD
+    elif codes <= ENVIRONMENT:
+        code = ExitCode.ENVIRONMENT
     checks = "1 check" if len(findings) == 1 else f"{len(findings)} checks"
     message = f"{resolved.name} is valid, and {checks} of what is around it failed"
     console.findings(findings)

@@ -196,7 +196,8 @@ class _Run:
 
     def _way_back(self, saves: Checkpoints) -> str:
         if saves.newest is None:
-            return "no checkpoint was written yet; begin again with --auto-resume to keep the name"
+            way = "give --fork another name" if self.plan.parent else "begin again with --auto-resume to keep the name"
+            return f"no checkpoint was written yet; {way}"
         # By its own name: a save that broke off may lie beyond it, and that is not passed over.
         return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {saves.newest}"
 

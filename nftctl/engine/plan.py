@@ -258,7 +258,8 @@ def plan_fork(
 ) -> JobPlan:
     """The plan of a new run `name` beside `run` that begins with the state of `checkpoint`; the profile may differ.
 
-    What differs is recorded as the new run's parent. Raises CheckpointUnusable for a damaged checkpoint.
+    What differs is recorded as the new run's parent. Raises CheckpointUnusable for a damaged checkpoint, ResumeRefused
+    when the profile trains other tensors than the checkpoint has, RewardFailed as a resume does.
     """
     manifest = _of_its_step(checkpoint)
     plan = _build(
@@ -271,8 +272,9 @@ def plan_fork(
         state=manifest.run_state,
         resume_from=checkpoint,
     )
-    refuse_other_scorers(plan.profile)
     changed = identity.differences(manifest.identity, plan.identity)
+    _refuse_other_tensors(checkpoint, plan, changed)
+    refuse_other_scorers(plan.profile)
     parent = {
         "run": str(run.path),
         "run_id": manifest.run_id,
@@ -312,6 +314,30 @@ def _stored_total(run: RunDirectory) -> int:
     return stored
 
 
+def _other_tensors(plan: JobPlan, changed: Sequence[Difference]) -> list[Difference]:
+    """Those of the changed keys that decide which tensors a checkpoint has, and of which shape."""
+    keys = {"model.train"}
+    if plan.profile.model.train != "full":
+        keys |= {"model.lora.rank", "model.lora.targets"}
+    return [
+        d
+        for d in changed
+        # The average is there or is not; how fast it moves is free.
+        if d.key in keys or (d.key == "rl.ema_decay" and (d.was == 0) != (d.now == 0))
+    ]
+
+
+def _refuse_other_tensors(checkpoint: Path, plan: JobPlan, changed: Sequence[Difference]) -> None:
+    found = _other_tensors(plan, changed)
+    if found:
+        said = "; ".join(f"{d.key} was {d.was}, now {d.now}" for d in found)
+        raise ResumeRefused(
+            f"{checkpoint}: a fork goes on with its parent's tensors, so these keys must stay: {said}",
+            found,
+            hint="undo the change; or begin a new run instead: nftctl launch",
+        )
+
+
 def _refuse_changes(manifest: Manifest, plan: JobPlan) -> None:
     seeds = identity.differences(manifest.seed_contract, plan.seed_contract)
     rest = identity.differences(manifest.identity, plan.identity)
@@ -327,7 +353,8 @@ def _refuse_changes(manifest: Manifest, plan: JobPlan) -> None:
     raise ResumeRefused(
         f"{plan.resume_from}: {what} changed; continuing would be a different run",
         found,
-        hint="undo the change; or begin a new run from this checkpoint: add --fork NAME",
+        hint="undo the change; or begin a new run"
+        + (": nftctl launch" if _other_tensors(plan, found) else " from this checkpoint: add --fork NAME"),
     )
 
 

@@ -200,9 +200,10 @@ def _evaluations(trained: Trained, through: int | None) -> list[dict[str, Any]]:
 
 def _recipe(trained: Trained) -> list[tuple[str, str]]:
     identity: Mapping[str, Any] = trained.manifest.identity
-    return [
-        (title, ", ".join(_show(identity[key]) for key in keys if key in identity)) for title, *keys in RECIPE
-    ]  # fmt: skip
+    # Without an adapter its settings are keys that nothing read.
+    read = [row for row in RECIPE if _is_adapter(trained) or not row[1].startswith("model.lora.")]
+    rows = [(title, ", ".join(_show(identity[key]) for key in keys if key in identity)) for title, *keys in read]
+    return rows if _is_adapter(trained) else [*rows[:2], ("trained", "all weights of the denoiser"), *rows[2:]]
 
 
 def _provenance(trained: Trained, weights: str) -> list[tuple[str, str]]:

@@ -182,6 +182,10 @@ class Cosmos3PromptEncoder(RememberingEncoder[tuple[str, bool], PromptCache]):
         self.tower = tower.requires_grad_(False)
         self.tokenize = tokenize
 
+    def check(self, prompt: str, *, negative: bool = False) -> None:
+        """Refuse a prompt that the chat template refuses."""
+        self.tokenize(prompt, negative)
+
     def _key(self, prompt: str, negative: bool) -> tuple[str, bool]:
         return prompt, negative
 

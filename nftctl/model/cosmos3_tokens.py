@@ -1,7 +1,7 @@
 """Prompt text -> token ids, by the chat template and the templates of diffusers' own Cosmos3 pipeline.
 
 Owns the choice of system prompt and resolution sentence. Refuses a tokenizer without chat template, end token or
-start-of-image token.
+start-of-image token, and a prompt that the chat template itself refuses.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from nftctl.errors import CheckpointUnusable
+from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused
 
 # Untyped classes of diffusers.
 _WAN: Any = AutoencoderKLWan
 _PIPELINE: Any = Cosmos3OmniPipeline
 
 START_OF_IMAGE = "<|vision_start|>"
+MOST_SHOWN = 80
+"""Characters of a refused prompt that its message repeats."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -64,5 +67,17 @@ class Cosmos3Tokens:
 
     def __call__(self, prompt: str, negative: bool) -> list[int]:
         """Token ids of `prompt`; the negative branch states the resolution in its negated form."""
-        positive_ids, negative_ids = self.pipeline.tokenize_prompt(prompt, prompt, **self.options)
+        try:
+            positive_ids, negative_ids = self.pipeline.tokenize_prompt(prompt, prompt, **self.options)
+        except TemplateError as error:
+            raise self._refused(prompt, negative, str(error)) from None
         return [int(token) for token in (negative_ids if negative else positive_ids)]
+
+    def _refused(self, prompt: str, negative: bool, words: str) -> ProfileRefused:
+        if not self.options["add_resolution_template"]:
+            # The tiny base's template cannot see that its first advice is followed already.
+            words = words.replace("set model.resolution_template = false; ", "")
+        shown = prompt if len(prompt) <= MOST_SHOWN else prompt[:MOST_SHOWN] + "..."
+        message = f'the base\'s tokenizer refuses the prompt "{shown}": {words}'
+        key = "rl.negative_prompt" if negative else "data.prompt_file"
+        return ProfileRefused([Finding("prompt-refused", key, message)], message=message)

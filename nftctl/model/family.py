@@ -49,6 +49,10 @@ class PromptEncoder(Protocol):
         """Times that the encoder's weights had to be on the device for it."""
         ...
 
+    def check(self, prompt: str, *, negative: bool = False) -> None:
+        """Refuse, with ProfileRefused, a prompt that cannot be encoded; encodes nothing."""
+        ...
+
     def visit(self) -> AbstractContextManager[None]:
         """Calls of `encode` inside are one visit; the weights come with the first prompt that has to be encoded."""
         ...

@@ -76,6 +76,9 @@ class RememberingEncoder(ABC, Generic[Key, Value]):
         """Times that the weights had to be on the device for it."""
         return self._residence.visits
 
+    def check(self, prompt: str, *, negative: bool = False) -> None:
+        """Refuse a prompt that cannot be encoded; encodes nothing."""
+
     def visit(self) -> AbstractContextManager[None]:
         """Calls of `encode` inside are one visit of the weights."""
         return self._residence.visit()

@@ -206,7 +206,8 @@ class Model(Section):
     """Stable Diffusion 3: read prompts with the base's T5 encoder too, where it has one; false leaves it out, which
     saves its memory and its hold on long prompts, as if the base had none."""
     train: Literal["lora", "full"] = "lora"
-    """What is trained: an adapter on the frozen base, or all weights of the denoiser (float32, sharded)."""
+    """What is trained: an adapter on the frozen base, or all weights of the denoiser (float32, sharded). All weights
+    want a far smaller `optimizer.lr` than an adapter: one that suits an adapter can wreck the base in one step."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Compile the denoiser's layers, one graph for each shape of batch; `auto` does on GPUs, unless
     `job.deterministic` asks for the same bits from run to run."""
@@ -301,7 +302,7 @@ class Reward(Section):
 
 
 class Optimizer(Section):
-    """AdamW on the adapter."""
+    """AdamW on what is trained: the adapter, or all weights of the denoiser."""
 
     lr: Positive = 3e-4
     """Learning rate."""

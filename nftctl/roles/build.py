@@ -1,9 +1,12 @@
-"""Builds the five roles of a rank from its spec: one family, one adapter pair, one FSDP mesh."""
+"""Builds the five roles of a rank from its spec: one family, one adapter pair, one FSDP mesh.
+
+Refuses prompts that the base's tokenizer refuses, before anything is sampled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,17 +14,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nftctl.errors import Finding, ProfileRefused
 from nftctl.model import adapters, compiled, shard
 from nftctl.model.copies import FullCopies, copies_of
-from nftctl.model.family import Family
+from nftctl.model.family import Family, PromptEncoder
 from nftctl.model.registry import load_family
-from nftctl.profile.prompts import read_prompts
+from nftctl.profile.prompts import read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
 from nftctl.roles.data import DataRole
 from nftctl.roles.policy import PolicyRole
 from nftctl.roles.replay import ReplayRole
 from nftctl.roles.reward import Endpoint, RewardRole
 from nftctl.roles.rollout import RolloutRole
+
+MOST_REFUSED = 20
+"""Refused prompts that are named; the next one teaches nothing that these did not."""
 
 
 class Spec(Protocol):
@@ -100,6 +107,7 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         shuffle=profile.data.shuffle,
         seed=profile.rl.seed,
     )
+    _refuse_unreadable(family.encoder, profile, spec.prompt_path)
     return Roles(
         family=family,
         data=data,
@@ -109,6 +117,30 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
         lora_targets=profile.model.lora.targets,
     )
+
+
+def _refuse_unreadable(encoder: PromptEncoder, profile: Profile, training: Path) -> None:
+    """Refuse the first prompts that cannot be encoded, training and held-out, each by its line. Encodes nothing."""
+    files = [("data.prompt_file", training)]
+    if profile.eval.prompt_file:
+        files.append(("eval.prompt_file", resolve_prompt_file(profile.eval.prompt_file, "test")))
+    findings: list[Finding] = []
+    for key, path in files:
+        for line, prompt in enumerate(read_prompts(path), 1):
+            try:
+                encoder.check(prompt.text)
+            except ProfileRefused as refused:
+                findings += [replace(f, key=key, origin=str(path), line=line, column=1) for f in refused.findings]
+            if len(findings) >= MOST_REFUSED:
+                raise ProfileRefused(findings)
+    guided = profile.rl.guidance if profile.eval.guidance is None else profile.eval.guidance
+    if not profile.rl.guidance == guided == 1.0:
+        try:
+            encoder.check(profile.rl.negative_prompt, negative=True)
+        except ProfileRefused as refused:
+            findings += refused.findings
+    if findings:
+        raise ProfileRefused(findings)
 
 
 def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: torch.device) -> None:

@@ -9,6 +9,7 @@ Refuses to reuse a folder, to open one that is not a run, and to pass over a new
 from __future__ import annotations
 
 import difflib
+import fcntl
 import os
 import re
 import shlex
@@ -24,9 +25,9 @@ from nftctl.errors import CheckpointUnusable
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import list_partials, list_steps, newest_complete
 from nftctl.run.disk import atomic_write, cure, point_link, sync_folder
-from nftctl.run.manifest import verify
+from nftctl.run.manifest import in_words, verify
 
-__all__ = ["RunDirectory", "atomic_write", "find_checkpoint", "refuse_impossible", "refuse_used"]
+__all__ = ["RunDirectory", "atomic_write", "begin_again", "find_checkpoint", "refuse_impossible", "refuse_used"]
 
 _STEP_FOLDER = re.compile(r"step_\d+(\.partial)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -132,8 +133,7 @@ class RunDirectory:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            message = f"{self.path} is in use by a running nftctl"
-            raise CheckpointUnusable(message, hint="wait for it to end, or stop it with Ctrl-C") from error
+            raise _running(self.path, _holder(self.path)) from error
         except OSError as error:
             raise CheckpointUnusable(f"cannot lock {self.path}: {error.strerror}", hint=cure(error)) from error
         try:
@@ -173,21 +173,30 @@ def find_checkpoint(target: str, runs: Path) -> tuple[RunDirectory, Path]:
         return run, path
     run = RunDirectory.open(path.parent if path.name == "checkpoints" else path)
     complete, cut_off = list_steps(run.checkpoints), list_partials(run.checkpoints)
+    if not complete and (holder := _holder(run.path)):
+        raise _running(run.path, holder, " and has no checkpoint yet")
     if not complete and not cut_off:
-        raise CheckpointUnusable(f"{run.path} has no checkpoint yet", hint=_begin_again(run))
+        raise CheckpointUnusable(f"{run.path} has no checkpoint yet", hint=begin_again(run))
     # A cut-off folder counts as the newest only beyond the last one that was put into place.
     newest = max(complete[-1:] + cut_off[-1:], key=lambda item: (item[0], not item[1].name.endswith(".partial")))[1]
     _refuse_incomplete(run, newest, asked_for=False)
     return run, newest
 
 
-def _begin_again(run: RunDirectory) -> str:
-    """The command that began a run, as it was typed, so that no override is lost."""
-    typed = run.read_record().get("argv")
+def begin_again(run: RunDirectory) -> str:
+    """The command that began a run without a checkpoint, as it was typed, so that no override is lost."""
+    record = run.read_record()
+    typed = record.get("argv")
     if not isinstance(typed, list) or len(typed) < 2:
         return f"begin again: nftctl launch {run.profile_toml}"
     command = shlex.join(["nftctl", *map(str, typed[1:])])
-    return f"begin again with the command that began it: {command} (add --auto-resume to keep the name)"
+    # A fork is begun by `resume`, which cannot take over a folder.
+    keep = (
+        f"give --fork another name, or remove {run.path}"
+        if record.get("parent")
+        else "add --auto-resume to keep the name"
+    )
+    return f"begin again with the command that began it: {command} ({keep})"
 
 
 def _locate(target: str, runs: Path) -> Path:
@@ -206,26 +215,69 @@ def _locate(target: str, runs: Path) -> Path:
 
 def _refuse_incomplete(run: RunDirectory, path: Path, *, asked_for: bool) -> None:
     cut_off = path.name.endswith(".partial")
+    # "X is not a complete checkpoint: no manifest.json" would say X twice.
     problems = ["its writing was cut off"] if cut_off else verify(path, hashes=False)
+    problems = [text.removeprefix(f"{path} is not a complete checkpoint: ") for text in problems]
     if not problems:
         return
     which = "checkpoint" if asked_for else "the newest checkpoint"
     whole = newest_complete(run.checkpoints)
     hint = (
-        f"the newest complete one is nftctl resume {whole}" if whole else "no complete checkpoint is left in this run"
+        f"go on from the newest complete one: nftctl resume {whole}"
+        if whole
+        else "no complete checkpoint is left in this run"
     )
     if not list_steps(run.checkpoints):  # nothing was ever whole, so nothing is lost by it
-        hint += f"; {_begin_again(run)}"
-    raise CheckpointUnusable(f"{which} {path} is incomplete: {'; '.join(problems)}", hint=hint)
+        hint += f"; {begin_again(run)}"
+    raise CheckpointUnusable(f"{which} {path} is incomplete: {in_words(problems)}", hint=hint)
 
 
-def refuse_used(path: Path) -> None:
-    """Raise CheckpointUnusable, with three ways out, when a new run cannot have the folder `path`."""
+def refuse_used(path: Path, other: str = "use another --name") -> None:
+    """Raise CheckpointUnusable, with the ways out, when a new run cannot have the folder `path`.
+
+    `other` says how the command at hand names another folder; it is the only way out beside a run that is running.
+    """
     if path.is_dir() and not any(path.iterdir()):
         return
+    if holder := _holder(path):
+        raise CheckpointUnusable(f"{path} is in use by {holder}", hint=other)
     if os.path.lexists(path):
-        hint = f"go on with it: nftctl resume {path}; or use another --name; or remove {path}"
+        hint = f"go on with it: nftctl resume {path}; or {other}; or remove {path}"
         raise CheckpointUnusable(f"{path} is in use already", hint=hint)
+
+
+def _holder(path: Path) -> str:
+    """The live process that holds the run at `path`, in words; empty when none does. Writes nothing."""
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = _pid_at_lock(os.fstat(descriptor))
+        return "a running nftctl" + (f" (process {pid})" if pid else "")
+    except OSError:
+        return ""  # a file system without locks
+    else:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def _pid_at_lock(file: os.stat_result) -> str:
+    """The process that Linux names for the lock of `file`; empty elsewhere, and where it lies out of sight."""
+    mark = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    try:
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return ""
+    return next((row[4] for row in rows if row[1] == "FLOCK" and row[5] == mark and int(row[4]) > 0), "")
+
+
+def _running(path: Path, holder: str, more: str = "") -> CheckpointUnusable:
+    message = f"{path} is in use by {holder or 'a running nftctl'}{more}"
+    return CheckpointUnusable(message, hint="wait for it to end, or stop it with Ctrl-C")
 
 
 def refuse_impossible(path: Path) -> None:

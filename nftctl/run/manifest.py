@@ -93,7 +93,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     ]
     problems = _tensor_problems(folder, manifest)
     if problems:
-        raise CheckpointUnusable(f"the checkpoint written to {folder} is not whole: " + "; ".join(problems))
+        raise CheckpointUnusable(f"the checkpoint written to {folder} is not whole: {in_words(problems)}")
     sync_tree(folder)
     document = asdict(manifest)
     atomic_write(folder / MANIFEST_NAME, pretty_bytes(document | {"digest": digest(document)}))
@@ -142,23 +142,27 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
     except CheckpointUnusable as error:
         return [error.message]
     listed = {entry["name"] for entry in manifest.files}
-    problems = [text for entry in manifest.files if (text := _file_problem(folder, entry, hashes))]
+    problems = _content_problems(folder, manifest, hashes)
     problems += [f"{name}: not in the manifest" for name in _listed(folder) if name not in listed]
-    problems += _tensor_problems(folder, manifest)
     problems += _part_problems(manifest)
     if manifest.identity_hash != fingerprint(manifest.identity):
         problems.append("manifest.json: identity_hash is not the hash of the identity")
     return problems
 
 
+def in_words(faults: list[str]) -> str:
+    """The first few faults in one line, and how many more there are."""
+    more = len(faults) - SHOWN
+    return "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
 def read_whole(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose every byte is the one that was written; else CheckpointUnusable."""
     faults = verify(folder)
-    more = len(faults) - SHOWN
     if faults:
         raise CheckpointUnusable(
-            f"{folder} is damaged: " + "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else ""),
-            hint=f"choose another step folder; `nftctl inspect-checkpoint {folder} --verify` lists every fault",
+            f"{folder} is damaged: {in_words(faults)}",
+            hint=f"choose another step folder; `nftctl inspect-checkpoint {folder} --verify --json` lists every fault",
         )
     return read_manifest(folder)
 
@@ -242,6 +246,24 @@ def _file_problem(folder: Path, entry: Mapping[str, Any], hashes: bool) -> str:
     if hashes and hash_file(path) != entry["sha256"]:
         return f"{name}: altered (sha256 differs)"
     return ""
+
+
+def _content_problems(folder: Path, manifest: Manifest, hashes: bool) -> list[str]:
+    """Faults of files and tensors. Many tensors that are gone because files are share the line of the last of those."""
+    files = {e["name"]: text for e in manifest.files if (text := _file_problem(folder, e, hashes))}
+    tensors = _tensor_problems(folder, manifest)
+    # A file that cannot be read is a file's fault too, unless that file has one already.
+    unread = {e["name"]: text for e in manifest.files for text in tensors if text.startswith(f"{e['name']} is not a ")}
+    tensors = [text for text in tensors if text not in unread.values()]
+    files = unread | files
+    lost = [name for name in files if name in unread or not (folder / name).is_file()]
+    gone = [text for text in tensors if text.startswith("tensor ") and not text.endswith(": not in the manifest")]
+    if lost and len(gone) > SHOWN:
+        whose = "its tensors" if len(lost) == 1 else f"the tensors of these {len(lost)} files"
+        said = f"so {len(gone)} of {whose} are missing or not whole ({gone[0]}, and {len(gone) - 1} more)"
+        files[lost[-1]] += f", {said}"
+        tensors = [text for text in tensors if text not in gone]
+    return [*files.values(), *tensors]
 
 
 def _tensor_problems(folder: Path, manifest: Manifest) -> list[str]:

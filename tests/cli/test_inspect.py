@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nftctl.run.identity import fingerprint
-from tests.run.make import IDENTITY, make_run, snapshot, write_checkpoint
+from tests.run.make import IDENTITY, TENSORS, make_manifest, make_run, snapshot, write_checkpoint
 
 from .program import nftctl, the_object
 
@@ -51,6 +51,22 @@ def test_contents_are_hashed_and_tensors_listed_when_asked_for(tmp_path: Path) -
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_average_and_the_reference_are_named_as_what_they_are(full: bool, tmp_path: Path) -> None:
+    from nftctl.cli.inspect import _lines, facts_of
+
+    average = {"ema.a": {"dtype": "torch.float32", "shape": [4, 5]}} if full else {}
+    manifest = make_manifest(3, {**TENSORS, **average})
+    manifest.identity.update({"base.fingerprint": "fedc", "model.train": "full" if full else "lora"})
+    facts = facts_of(tmp_path, manifest, hashes=False)
+    lines = {line.split()[0]: line for line in _lines(facts, manifest, whole=True, hashed=False)}
+    assert list(facts["copies"]) == ["policy", "old", *(["ema"] if full else []), "reference"]
+    assert lines["reference"].endswith("  the base, fedc" if full else "  the base with adapters off, fedc")
+    if full:
+        assert facts["copies"]["ema"] == {"tensors": 1, "numbers": 20}
+        assert lines["ema"].endswith("  20 numbers in 1 tensors")
+
+
 def test_equal_weights_have_equal_hashes(tmp_path: Path) -> None:
     from nftctl.run.manifest import read_manifest
     from nftctl.run.tensors import content_hash
@@ -78,6 +94,7 @@ def test_every_fault_is_named_and_the_rest_still_shown(tmp_path: Path, verify: t
     assert "the newest complete one is runs/tiny/checkpoints/step_000050" in answer.stderr
     document = the_object(nftctl("inspect-checkpoint", "tiny", *verify, "--json", cwd=tmp_path))
     assert document["complete"] is False
+    assert "is not whole: 4 faults" in answer.stderr
     assert len(document["diagnostics"]) == answer.stderr.count("error[checkpoint-damaged]")
 
 
@@ -89,6 +106,8 @@ def test_an_altered_byte_shows_only_when_contents_are_hashed(tmp_path: Path) -> 
     answer = nftctl("inspect-checkpoint", "tiny", "--verify", cwd=tmp_path)
     assert answer.returncode == 5
     assert "shard-00002.safetensors: altered" in answer.stderr
+    assert "is not whole: 1 fault" in answer.stderr
+    assert "1 faults" not in answer.stderr
 
 
 def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path: Path) -> None:
@@ -97,6 +116,7 @@ def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     answer = nftctl("inspect-checkpoint", "tiny", cwd=tmp_path)
     assert (answer.returncode, answer.stdout) == (5, "")
     assert "step_000100.partial is incomplete" in answer.stderr
+    assert "go on from the newest complete one: nftctl resume" in answer.stderr
     assert "step_000050" in answer.stderr
 
 

@@ -13,7 +13,8 @@ from nftctl.engine.plan import plan_launch
 from nftctl.profile.load import bundled_profiles, load_profile
 from nftctl.run.checkpoints import partial_folder, set_aside_newer, step_name
 from nftctl.run.directory import RunDirectory
-from nftctl.run.manifest import Manifest, commit, write_manifest
+from nftctl.run.identity import fingerprint
+from nftctl.run.manifest import Manifest, commit, read_manifest, write_manifest
 from nftctl.run.state import RunState
 from tests.run.make import make_run, safetensors_bytes, snapshot, write_checkpoint
 from tests.run.test_manifest import rewrite
@@ -350,3 +351,82 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     answer = nftctl("resume", str(run.path), "--steps", "20", cwd=tmp_path)
     assert answer.returncode == 5
     assert "step_000002" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("model.train=full", "model.train"),
+        ("model.lora.rank=8", "model.lora.rank"),
+        ('model.lora.targets=["add_q_proj"]', "model.lora.targets"),
+        ("rl.ema_decay=0.9", "rl.ema_decay"),
+    ],
+)
+def test_a_fork_keeps_its_parents_tensors(tmp_path: Path, change: str, key: str) -> None:
+    """Refused before anything is made, and the plain resume does not send anyone there."""
+    run = make_resumable(tmp_path)
+    before = snapshot(tmp_path)
+    arguments = ("resume", str(run.path), "--steps", "9", "--set", change, "--set", "rl.beta=2.0", "--json")
+    forked = nftctl(*arguments, "--fork", "second", cwd=tmp_path)
+    assert forked.returncode == 6, forked.stderr
+    assert "a fork goes on with its parent's tensors, so these keys must stay" in forked.stderr
+    assert [d["key"] for d in the_object(forked)["error"]["differences"]] == [key]
+    plain = nftctl(*arguments, cwd=tmp_path)
+    assert plain.returncode == 6
+    assert "--fork" not in plain.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_a_fork_may_let_its_average_move_at_another_speed(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    step = run.checkpoints / step_name(2)
+    averaged = read_manifest(step).identity | {"rl.ema_decay": 0.5}
+    rewrite(step, {"identity": averaged, "identity_hash": fingerprint(averaged)})
+    target = ("resume", str(run.path), "--fork", "second", "--steps", "9", "--dry-run")
+    assert nftctl(*target, "--set", "rl.ema_decay=0.9", cwd=tmp_path).returncode == 0
+    assert nftctl(*target, cwd=tmp_path).returncode == 6  # and without one there is nothing to go on with
+
+
+def test_a_plain_resume_offers_a_fork_where_one_can_be_made(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    assert "--fork NAME" in nftctl("resume", str(run.path), "--set", "rl.beta=2.0", cwd=tmp_path).stderr
+
+
+def test_a_fork_under_a_used_name_is_sent_to_another_name(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path)
+    answer = nftctl("resume", str(run.path), "--fork", "first", "--steps", "9", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "is in use already" in answer.stderr  # and not: by a running nftctl, which is this very command
+    assert "use --fork with another name" in answer.stderr
+    assert "--name" not in answer.stderr
+
+
+def test_the_name_of_a_running_run_is_not_for_another(tmp_path: Path) -> None:
+    run = make_resumable(tmp_path / "runs")
+    with run.lock():
+        before = snapshot(tmp_path)
+        answer = nftctl("launch", "--name", "first", cwd=tmp_path)
+        assert snapshot(tmp_path) == before
+    assert answer.returncode == 5
+    assert "runs/first is in use by a running nftctl" in answer.stderr
+    assert "use another --name" in answer.stderr
+    assert "remove" not in answer.stderr
+    assert "nftctl resume" not in answer.stderr
+
+
+def test_a_running_run_without_a_checkpoint_is_said_to_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "first")
+    with run.lock():
+        answer = nftctl("resume", "first", cwd=tmp_path)
+    assert answer.returncode == 5
+    assert "in use by a running nftctl" in answer.stderr
+    assert "begin again" not in answer.stderr
+    assert "begin again" in nftctl("resume", "first", cwd=tmp_path).stderr
+
+
+def test_closing_words_of_a_run_that_saved_nothing_begin_again() -> None:
+    stopped = {"run": "runs/first", "steps": {"from": 0, "to": 0, "total": 9}, "stopped": "SIGINT", "checkpoint": None}
+    words = "\n".join(closing_words(stopped, "begin again: nftctl launch my.toml"))
+    assert "nothing was saved; begin again: nftctl launch my.toml" in words
+    assert "nftctl resume" not in words
+    assert "inspect-checkpoint" not in words

@@ -173,7 +173,7 @@ def test_too_few_gpus(tmp_path: Path, url: str) -> None:
     write(tmp_path, [{"name": "a", "url": url, "revision": "r1"}], **{"grid.device": "cuda"})
     document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
     (finding,) = document["diagnostics"]
-    assert (document["exit_code"], finding["code"], finding["key"]) == (3, "gpus-too-few", "grid.device")
+    assert (document["exit_code"], finding["code"], finding["key"]) == (8, "gpus-too-few", "grid.device")
     assert finding["message"].startswith("4 GPUs are needed, one per rank (rl.group_size = 4); 0 by CUDA_VISIBLE_")
     write_auto = toml_of({**COMPLETE, "grid.device": "auto"}, [{"name": "a", "url": url, "revision": "r1"}])
     (tmp_path / "p.toml").write_text(write_auto)

@@ -152,8 +152,13 @@ def test_neither_ray_nor_the_environment_has_a_part_in_it(place: Path) -> None:
         (("--weights", "policy,policy"), 2, "each only once"),
         (("--device", "tpu"), 2, "--device is one of auto, cpu, cuda, got tpu"),
         (("--prompt", " "), 2, "a --prompt is empty"),
-        (("--prompt-file", "nope.txt"), 3, "there is no such file"),
+        (("--prompt-file", "nope.txt"), 2, "--prompt-file nope.txt: there is no such file"),
         (("--steps", "0"), 2, "--steps"),
+        (("--guidance", "nan"), 2, "--guidance is a finite number of 0 or more, got nan"),
+        (("--guidance", "inf"), 2, "--guidance is a finite number of 0 or more, got inf"),
+        (("--guidance", "-1"), 2, "--guidance is a finite number of 0 or more, got -1"),
+        (("--shift", "nan"), 2, "--shift is a finite number above 0, got nan"),
+        (("--shift", "0"), 2, "--shift is a finite number above 0, got 0"),
         (("--base", "nowhere"), 5, "the base nowhere is not there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -169,6 +174,19 @@ def test_what_is_refused_before_the_model_is_loaded(
     else:
         assert json.loads(answer.stderr.splitlines()[-1]) == {"code": code, "found": []}
         assert message in answer.stderr
+    assert snapshot(place) == before
+
+
+def test_a_word_that_the_base_does_not_know_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(place)
+    assert run(["sample", "first", "--prompt", "a red one", "--prompt", "a red zebra", "--json"]) == 2
+    out, err = capsys.readouterr()
+    message = json.loads(out)["error"]["message"]
+    known = "(its words are: a, red, "
+    assert f'refuses the prompt "a red zebra": the tiny base does not know the word "zebra" {known}' in message
+    assert "bug" not in err
+    assert "Traceback" not in err
+    assert "sampling" not in err
     assert snapshot(place) == before
 
 

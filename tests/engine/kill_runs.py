@@ -223,7 +223,7 @@ def begin(folder: Path, launch: tuple[str, ...], **env: str) -> tuple[Attempt, s
     if partials and partials[-1][0] > saved[-1][0]:
         refused = Attempt(folder, ("resume", NAME))
         assert refused.finish() == 5, refused.err
-        named = re.search(r"the newest complete one is nftctl resume (\S+)", refused.err)
+        named = re.search(r"go on from the newest complete one: nftctl resume (\S+)", refused.err)
         assert named, refused.err
         assert named[1].endswith(saved[-1][1].name), refused.err
         return Attempt(folder, ("resume", named[1]), env), str(saved[-1][0])

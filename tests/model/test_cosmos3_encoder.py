@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline
 
-from nftctl.errors import CheckpointUnusable
+from nftctl.errors import CheckpointUnusable, ProfileRefused
 from nftctl.model.cosmos3 import split
 from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, PromptCache
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
@@ -97,6 +97,22 @@ def test_a_tokenizer_that_cosmos_cannot_use_is_refused(remove: str, named: str, 
         file.write_text(file.read_text().replace("<|vision_start|>", "<|other|>"))
     with pytest.raises(CheckpointUnusable, match=named):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("negative", "key"), [(False, "data.prompt_file"), (True, "rl.negative_prompt")])
+@pytest.mark.parametrize("stated", [True, False])
+def test_what_the_chat_template_refuses_is_the_prompt_s_fault(negative: bool, key: str, stated: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no (set model.resolution_template = false; or else)') }}"
+    tokens = Cosmos3Tokens(tokenizer, height=48, width=80, system_prompt=False, resolution_template=stated)
+    e = Cosmos3PromptEncoder(split(build_transformer())[0], tokens)
+    with pytest.raises(ProfileRefused) as refused:
+        e.check("x" * 100, negative=negative)
+    (finding,) = refused.value.findings
+    assert (finding.code, finding.key) == ("prompt-refused", key)
+    advice = "set model.resolution_template = false; " if stated else ""
+    assert finding.message == f'the base\'s tokenizer refuses the prompt "{"x" * 80}...": no ({advice}or else)'
+    assert (e.encoded, e.visits) == (0, 0)
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -270,6 +270,9 @@ def test_whole_trained_weights_take_the_place_of_the_base_s(tmp_path: Path) -> N
             export.refuse_unfit(made.trained, to, "policy")
     text = card(made, "diffusers", tmp_path / "card")
     assert "A whole pipeline with the trained denoiser" in text
+    assert "| trained | all weights of the denoiser |" in text
+    assert "adapter rank" not in text
+    assert "adapted modules" not in text
     assert "load_lora" not in text
 
 

@@ -397,6 +397,14 @@ def test_warnings_alone_refuse_nothing(load: Callable) -> None:
     assert refuse_if_wrong(load({"rl.r_map": "sigmoid", "rl.r_tau": 2.5})) == []
 
 
+def test_adapter_settings_without_an_adapter_are_counted_by_the_verb(load: Callable) -> None:
+    (one,) = check(load({"model.train": "full", "model.lora.rank": 4}))
+    (two,) = check(load({"model.train": "full", "model.lora.rank": 4, "model.lora.alpha": 8}))
+    assert one.message.endswith("so model.lora.rank has no effect")
+    assert two.message.endswith("so model.lora.rank, model.lora.alpha have no effect")
+    assert two.help == 'remove model.lora, or set model.train = "lora"'
+
+
 def test_a_distributed_checkpoint_lacks_vae_and_tokenizer(load: Callable) -> None:
     codes = {finding.code for finding in check(load({"rl.init_from": "dcp"}))}
     assert codes == {"init-from-dcp", "vae-missing", "tokenizer-missing"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from nftctl.engine.worker import WorkerSpec
+from nftctl.errors import ProfileRefused
 from nftctl.model import adapters
 from nftctl.profile.prompts import base_folder, resolve_prompt_file
 from nftctl.profile.schema import Profile, Provider
@@ -77,3 +80,32 @@ def test_facts_count_the_base_and_the_adapter_apart(profile: Any, control: dist.
     names = [n for n, _ in roles.family.denoiser.named_parameters() if "lora_" not in n]
     assert facts["base_parameters"] == sum(roles.family.denoiser.get_parameter(n).numel() for n in names)
     assert {id(p) for p in roles.policy.parameters.values()} == {id(p) for p in policy.values()}
+
+
+def test_prompts_that_the_base_cannot_read_are_refused_by_their_lines(
+    profile: Callable[..., Profile], control: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    training, held_out = tmp_path / "train.txt", tmp_path / "test.txt"
+    training.write_text("a red one\na red zebra\na blue two\na white two\n")
+    held_out.write_text("a pink one\n")
+    settings = profile(f'eval.prompt_file="{held_out}"', "rl.guidance=2", 'rl.negative_prompt="blurry"')
+    with pytest.raises(ProfileRefused) as refused:
+        build_roles(replace(spec(settings, "http://x"), prompt_path=training), rank=0, device=CPU, control=control)
+    found = [(f.code, f.key, f.origin, f.line) for f in refused.value.findings]
+    assert found == [
+        ("prompt-refused", "data.prompt_file", str(training), 2),
+        ("prompt-refused", "data.prompt_file", str(training), 4),
+        ("prompt-refused", "eval.prompt_file", str(held_out), 1),
+        ("prompt-refused", "rl.negative_prompt", "", None),
+    ]
+    assert 'does not know the word "zebra" (its words are' in refused.value.findings[0].message
+
+
+def test_of_many_refused_prompts_the_first_are_named(
+    profile: Callable[..., Profile], control: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    training = tmp_path / "train.txt"
+    training.write_text("a zebra\n" * 50)
+    with pytest.raises(ProfileRefused) as refused:
+        build_roles(replace(spec(profile(), "http://x"), prompt_path=training), rank=0, device=CPU, control=control)
+    assert [f.line for f in refused.value.findings] == list(range(1, 21))

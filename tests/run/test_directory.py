@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.checkpoints import discard_partials, list_steps, partial_folder, prune
-from nftctl.run.directory import RunDirectory, atomic_write, find_checkpoint, refuse_impossible
+from nftctl.run.directory import RunDirectory, atomic_write, begin_again, find_checkpoint, refuse_impossible
 from nftctl.run.disk import cure, point_link
 
 from .make import make_run, snapshot, write_checkpoint
@@ -249,3 +250,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         atomic_write(path, "text")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"argv": ["nftctl", "launch", "my.toml", "--name", "a b"]}, "nftctl launch my.toml --name 'a b' (add --auto-"),
+        (
+            {"argv": ["nftctl", "resume", "x", "--fork", "y"], "parent": {"run": "x"}},
+            "--fork y (give --fork another name",
+        ),
+    ],
+)
+def test_a_run_without_a_checkpoint_is_begun_as_it_was(tmp_path: Path, record: dict[str, Any], said: str) -> None:
+    """A fork is begun by `resume`, which has no --auto-resume."""
+    run = RunDirectory.create(tmp_path, "y", profile_text="", resolved={}, record=record)
+    assert said in begin_again(run)
+    assert ("--auto-resume" in begin_again(run)) == ("parent" not in record)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.canonical import digest, pretty_bytes
 from nftctl.run.checkpoints import partial_folder, step_name
-from nftctl.run.manifest import Manifest, commit, read_manifest, verify, write_manifest
+from nftctl.run.manifest import Manifest, commit, in_words, read_manifest, verify, write_manifest
 from nftctl.run.state import RunState
 from nftctl.tensorblocks import SHARDING_KEY
 
@@ -248,7 +248,7 @@ def test_an_oversized_manifest_is_not_read(step: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_bytes_make_the_reader_fail_in_another_way(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointUnusable):
@@ -267,3 +267,29 @@ def test_manifest_types_cover_every_field() -> None:
     from nftctl.run import manifest as module
 
     assert set(module._TYPES) == set(Manifest.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "unreadable"])
+def test_a_lost_file_stands_in_one_line_with_its_tensors(tmp_path: Path, damage: str) -> None:
+    partial = partial_folder(tmp_path, 100)
+    (partial / "state").mkdir()
+    names = [f"{part}.{i}" for part in ("policy", "old") for i in range(40)]
+    shard = partial / "state" / "shard-0.safetensors"
+    shard.write_bytes(safetensors_bytes({name: ("F32", [1], bytes(4)) for name in names}))
+    manifest = make_manifest(100, {name: {"dtype": "F32", "shape": [1]} for name in names})
+    manifest.optimizer_entries, manifest.state["optimizer_steps"] = [], 0
+    write_manifest(partial, manifest)
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 1)
+    else:
+        shard.write_bytes(b"\xff" * shard.stat().st_size)
+    (problem,) = verify(partial, hashes=False)
+    assert "state/shard-0.safetensors" in problem
+    assert "so 80 of its tensors are missing or not whole (tensor old.0: missing, and 79 more)" in problem
+
+
+def test_a_long_list_is_cut_with_the_number_of_the_rest() -> None:
+    assert in_words(["a", "b", "c", "d"]) == "a; b; c; d"
+    assert in_words(["a", "b", "c", "d", "e", "f"]) == "a; b; c; d; and 2 more"

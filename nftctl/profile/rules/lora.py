@@ -50,8 +50,9 @@ def _unused(facts: Facts) -> Iterator[Problem]:
     ]
     written = facts.resolved.path is not None  # a run that goes on has every key, whoever chose it
     if facts.profile.model.train == "full" and given and written:
-        message = f'model.train = "full" trains all weights of the denoiser, so {", ".join(given)} has no effect'
-        yield Problem("model.train", message, 'remove model.lora, or train = "lora"')
+        have = "has" if len(given) == 1 else "have"
+        message = f'model.train = "full" trains all weights of the denoiser, so {", ".join(given)} {have} no effect'
+        yield Problem("model.train", message, 'remove model.lora, or set model.train = "lora"')
 
 
 def targets(facts: Facts) -> str:
