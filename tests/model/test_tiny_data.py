@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jinja2.exceptions import TemplateError
 
+from nftctl.errors import ProfileRefused
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
 from nftctl.model.tiny import data
 from nftctl.model.tiny.tokenizer import VOCABULARY, build_tokenizer, prompt_tokens
@@ -104,13 +104,13 @@ def test_the_packaged_tokenizer_is_what_the_recipe_writes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("word", ["big", "seven.", "Red", "<|vision_start|>"])
 def test_an_unknown_word_is_refused_by_name(word: str) -> None:
-    with pytest.raises(TemplateError, match="does not know the word") as refusal:
+    with pytest.raises(ProfileRefused, match="does not know the word") as refusal:
         tokens()(f"a {word} one", False)
     assert word in str(refusal.value)
 
 
 def test_system_prompt_and_resolution_sentence_are_refused_with_the_key_to_change() -> None:
-    with pytest.raises(TemplateError, match=r"model\.system_prompt = false"):
+    with pytest.raises(ProfileRefused, match=r"model\.system_prompt = false"):
         tokens(system_prompt=True)("a red one", False)
-    with pytest.raises(TemplateError, match=r"model\.resolution_template = false"):
+    with pytest.raises(ProfileRefused, match=r"model\.resolution_template = false"):
         tokens(resolution_template=True)("a red one", False)
