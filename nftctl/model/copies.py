@@ -48,7 +48,7 @@ class Copies(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """`policy.*`, `old.*` and, where it is kept, `ema.*`: the tensors themselves. Collective where sharded."""
+        """`policy.*`, `old.*` and, where it is kept, `ema.*`: the tensors themselves."""
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:

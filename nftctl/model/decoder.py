@@ -15,7 +15,8 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
-from nftctl.errors import CheckpointUnusable, Finding, ProfileRefused, TrainingFailed
+from nftctl.errors import Finding, ProfileRefused, TrainingFailed
+from nftctl.model.weights import load_component
 from nftctl.profile.schema import Model
 
 
@@ -131,16 +132,7 @@ class KlDecoder(VaeDecoder):
 
 def load_vae(vae_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Load a VAE of this class from a local folder; CheckpointUnusable when it is incomplete or another class."""
-    name = vae_class.__name__
-    try:
-        vae, info = vae_class.from_pretrained(
-            folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointUnusable(f"no {name} can be read from {folder}: {error}") from error
-    names = [*info["missing_keys"], *info["unexpected_keys"], *(str(m[0]) for m in info["mismatched_keys"])]
-    if names:
-        raise CheckpointUnusable(f"the VAE in {folder} does not match its config: {', '.join(sorted(names))}")
+    vae = load_component(vae_class, folder, torch_dtype=dtype)
     return vae.to(device)
 
 

@@ -20,6 +20,7 @@ from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
 from nftctl.model.remembered import CACHE_BYTES, RememberingEncoder
 from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
+from nftctl.model.weights import load_component
 from nftctl.tensorfile import TRANSFORMERS_STEM, weight_files
 
 T5_TOKENS = 256
@@ -111,7 +112,7 @@ def _residence(home: str, parts: TextParts, device: torch.device) -> Residence:
 
     def read() -> None:
         for encoder, folder, dtype in sources:
-            fresh = _load_encoder(folder, type(encoder), dtype).to(device)
+            fresh = load_component(type(encoder), folder, dtype=dtype).to(device)
             encoder.load_state_dict(fresh.state_dict(), assign=True)
 
     def drop() -> None:
@@ -137,7 +138,7 @@ def load_text_parts(base: Path, *, t5: bool, dtype: torch.dtype, device: torch.d
 
 
 def _pair(base: Path, suffix: str, model: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    encoder = _load_encoder(base / f"text_encoder{suffix}", model, dtype).to(device)
+    encoder = load_component(model, base / f"text_encoder{suffix}", dtype=dtype).to(device)
     folder = base / f"tokenizer{suffix}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -149,20 +150,6 @@ def _pair(base: Path, suffix: str, model: Any, dtype: torch.dtype, device: torch
             hint="take tokenizer and text encoder from the same base folder",
         )
     return encoder, tokenizer
-
-
-def _load_encoder(folder: Path, model: Any, dtype: torch.dtype) -> Any:
-    name = model.__name__
-    try:
-        encoder, info = model.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointUnusable(f"no {name} can be read from {folder}: {error}") from error
-    names = [*info["missing_keys"], *info["unexpected_keys"], *(str(m[0]) for m in info["mismatched_keys"])]
-    if names:
-        raise CheckpointUnusable(f"the weights in {folder} do not match their config: {', '.join(sorted(names))}")
-    return encoder
 
 
 def check_widths(parts: TextParts, transformer: Any, base: Path) -> None:

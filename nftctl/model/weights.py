@@ -280,3 +280,21 @@ def _fresh(owner: nn.Linear | nn.Embedding | nn.Conv2d) -> nn.Module:
         size, stride = (owner.kernel_size[0], owner.kernel_size[1]), (owner.stride[0], owner.stride[1])
         return nn.Conv2d(owner.in_channels, owner.out_channels, size, stride=stride, bias=owner.bias is not None)
     return nn.Linear(owner.in_features, owner.out_features, bias=owner.bias is not None)
+
+
+def load_component(component: Any, folder: Path, **precision: torch.dtype) -> Any:
+    """A component by its library's own loader: safetensors of this machine only, every tensor accounted for.
+
+    `precision` is the dtype under the name that the library gives it. Raises CheckpointUnusable when the folder is
+    incomplete or holds another class.
+    """
+    try:
+        made, info = component.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **precision
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointUnusable(f"no {component.__name__} can be read from {folder}: {error}") from error
+    names = [*info["missing_keys"], *info["unexpected_keys"], *(str(m[0]) for m in info["mismatched_keys"])]
+    if names:
+        raise CheckpointUnusable(f"the weights in {folder} do not match their config: {', '.join(sorted(names))}")
+    return made

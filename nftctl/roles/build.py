@@ -62,10 +62,6 @@ class Roles:
     policy: PolicyRole
     lora_targets: Sequence[str]
 
-    def gather(self) -> None:
-        """Gather the sharded base for the phases that follow (unless it is re-gathered layer by layer)."""
-        shard.gather(self.family.denoiser)
-
     def release(self) -> None:
         """Give the gathered base back."""
         shard.release(self.family.denoiser)

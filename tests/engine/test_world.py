@@ -128,7 +128,6 @@ def rollout(worker: Any, step: int, *, old_shift: float = 0.0) -> list[tuple[int
     from nftctl.model import adapters
 
     roles = worker.roles
-    roles.gather()
     for parameter in adapters.old_parameters(roles.family.denoiser).values():
         parameter.data.add_(old_shift)
     done = roles.rollout.sample(roles.data.next(4 * step), step, lambda part: None)

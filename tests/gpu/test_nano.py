@@ -85,12 +85,14 @@ def parts(worker: Any) -> dict[str, float]:
     import torch
     from torch.distributed.tensor import DTensor
 
+    from nftctl.model import shard
+
     roles = worker.roles
     denoiser = roles.family.denoiser
     tensors = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in denoiser.named_parameters()}
     moments = [v for state in roles.policy.optimizer.state.values() for v in state.values()]
     before = torch.cuda.memory_allocated()
-    roles.gather()
+    shard.gather(denoiser)
     gathered = torch.cuda.memory_allocated() - before
     roles.release()
     return {

@@ -41,7 +41,6 @@ def test_one_step_through_all_five_roles(profile: Callable[..., Profile], contro
     with running(FaultServer()) as server:
         roles = build_roles(spec(settings, server.url), rank=0, device=CPU, control=control)
         try:
-            roles.gather()
             roles.reward.begin()
             rows = roles.data.next(47)
             done = roles.rollout.sample(rows, 0, lambda part: roles.reward.submit(0, part))
