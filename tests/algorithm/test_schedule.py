@@ -148,3 +148,9 @@ def test_unknown_decay_is_refused() -> None:
 def test_learning_rate_rises_linearly_then_stays() -> None:
     assert [schedule.learning_rate(0.4, 4, done) for done in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
     assert schedule.learning_rate(0.4, 0, 0) == 0.4
+
+
+@pytest.mark.parametrize(("step", "share"), [(1, 2 / 11), (8, 0.5), (80, 0.9), (10_000, 0.9)])
+def test_ema_share_grows_to_its_decay(step: int, share: float) -> None:
+    assert schedule.ema_share(0.9, step) == pytest.approx(share, abs=1e-12)
+    assert schedule.ema_share(0.0, step) == 0.0

@@ -44,7 +44,7 @@ def load() -> Callable[[Profile], Family]:
 
     def make(profile: Profile) -> Family:
         family = load_family(profile.model, "embedded", "cosmos3", CPU, seed=profile.rl.seed)
-        adapters.add_adapters(family.denoiser, profile.model.lora, seed=profile.rl.seed)
+        adapters.add_adapters(family.denoiser, profile.model.lora, seed=profile.rl.seed, ema=profile.rl.ema_decay > 0)
         return family
 
     return make

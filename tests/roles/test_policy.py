@@ -193,6 +193,35 @@ def test_without_an_old_policy_the_gap_is_exactly_zero_and_old_stays(profile: Ma
     assert all(torch.equal(p, before[n]) for n, p in adapters.old_parameters(family.denoiser).items())
 
 
+def test_the_average_follows_every_optimizer_step_and_neither_samples_nor_is_trained(profile: Make, roles: Any) -> None:
+    settings = ("rl.updates_per_rollout=2", "rl.old.update_every=2")
+    plain, averaged = (roles(profile(*settings, f"rl.ema_decay={decay}")) for decay in (0, 0.3))
+    family = averaged[0]
+    start = copies(adapters.policy_parameters(family.denoiser))
+    seen: list[dict[str, torch.Tensor]] = []
+    stepped = averaged[2].copies.stepped
+
+    def remember() -> None:
+        stepped()
+        seen.append(copies(adapters.policy_parameters(family.denoiser)))
+
+    averaged[2].copies.stepped = remember
+    rows = []
+    for parts in (plain, averaged):
+        row, _ = step(parts, RunState())
+        rows.append(row)
+    assert rows[0] == rows[1]
+    assert len(seen) == 2
+    average = adapters.parameters(family.denoiser, adapters.EMA)
+    for name, value in average.items():
+        # Shares kept: min(2/11, 0.3), then min(3/12, 0.3).
+        first = 2 / 11 * start[name].double() + 9 / 11 * seen[0][name].double()
+        expected = 0.25 * first + 0.75 * seen[1][name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-9)
+        assert not value.requires_grad
+    assert any(not torch.equal(value, seen[1][name]) for name, value in average.items())
+
+
 # ---- the refresh
 
 
