@@ -4,13 +4,18 @@ Starts the ranks once and then runs the profile in turns, without and with `chec
 same base. A step's time is from its report to the next one's, so it holds whatever a save adds: the snapshot, waiting
 for the save before, hashing, the manifest, the rename. Prints medians, and the cost of one save as a share of a step.
 
-    python benchmarks/saving.py [--profile tiny_t2i_cpu] [--set KEY=VALUE ...] [--steps 12] [--turns 3]
+Where the machine has other work too, `--alternate` saves after every second step instead, and tells each step with a
+save from its two neighbours without: a second apart, they are disturbed alike. It takes for granted that a save has
+ended before the second step after it does.
+
+    python benchmarks/saving.py [--profile tiny_t2i_cpu] [--set KEY=VALUE ...] [--steps 12] [--turns 3] [--alternate]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -47,8 +52,10 @@ class Clock:
         pass
 
     @property
-    def intervals(self) -> list[float]:
-        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][WARM:]
+    def intervals(self) -> dict[int, float]:
+        """Seconds by the step that an interval begins with."""
+        pairs = enumerate(zip(self.moments, self.moments[1:], strict=False), 1)
+        return {step: after - before for step, (before, after) in pairs if step > WARM}
 
 
 def resolve(options: argparse.Namespace, folder: Path, turn: int, every: int) -> Resolved:
@@ -61,30 +68,37 @@ def resolve(options: argparse.Namespace, folder: Path, turn: int, every: int) ->
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds per step by `checkpoint.every`, all turns together, and the size of a checkpoint."""
+    """Seconds per step without and with a save, all turns together, and the size of a checkpoint."""
     started: list[Group] = []
-    seconds: dict[int, list[float]] = {0: [], 1: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    beyond: list[float] = []
     try:
         group = Group.start(resolve(options, folder, 0, 0).profile, None, started.append)
         for turn in range(options.turns):
-            for every in (0, 1):
+            for every in (2,) if options.alternate else (0, 1):
                 clock = Clock()
                 run_job(plan_launch(resolve(options, folder, turn, every), argv=[]), clock, group)
-                seconds[every] += clock.intervals
+                taken = clock.intervals
+                for step, interval in taken.items():
+                    seconds[bool(every) and step % every == 0].append(interval)
+                    if every == 2 and step % 2 == 0 and {step - 1, step + 1} <= set(taken):
+                        beyond.append(interval - (taken[step - 1] + taken[step + 1]) / 2)
     finally:
         for group in started:
             group.shutdown()
-    saved = max(folder.glob("turn*_1/checkpoints/step_*"), key=lambda path: path.stat().st_mtime)
+    saved = max(folder.glob("turn*/checkpoints/step_*"), key=lambda path: path.stat().st_mtime)
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    without, with_ = statistics.median(seconds[0]), statistics.median(seconds[1])
-    return {
+    without, with_ = statistics.median(seconds[False]), statistics.median(seconds[True])
+    neighbours = {"beyond_neighbours_s": round(statistics.median(beyond), 4)} if beyond else {}
+    return neighbours | {
         "step_s": round(without, 4),
         "step_with_save_s": round(with_, 4),
         "cost_s": round(with_ - without, 4),
         "share": round(with_ / without - 1, 4),
         "checkpoint_bytes": size,
-        "quartiles_s": [[round(q, 4) for q in statistics.quantiles(seconds[every], n=4)] for every in (0, 1)],
-        "steps": len(seconds[0]),
+        "quartiles_s": [[round(q, 4) for q in statistics.quantiles(seconds[saves], n=4)] for saves in (False, True)],
+        "steps": [len(seconds[saves]) for saves in (False, True)],
+        "load": [round(load, 1) for load in os.getloadavg()],
     }
 
 
@@ -94,6 +108,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--alternate", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(measure(options, Path(folder))))

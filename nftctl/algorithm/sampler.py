@@ -1,8 +1,7 @@
 """The rollout's solver and guidance: noise and a velocity in, final latents out.
 
 Owns the loop around diffusers' UniPC and the native guidance formula. The velocity is asked at float32 sigmas, never
-at the scheduler's integer timesteps. Keeps no trajectory, and refuses latents without a channel dimension, which the
-solver cannot tell from its own stack of outputs.
+at the scheduler's integer timesteps. Refuses latents without a channel dimension.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nftctl.algorithm.schedule import unipc
+from nftctl.algorithm.schedule import sigmas, solver_weights
 
 Conditioning = TypeVar("Conditioning")
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -26,19 +25,21 @@ def sample(
 ) -> Tensor:
     """Integrate from noise [B, C, ...] to x0 of the same shape, one velocity call per step.
 
-    Under no_grad and not inference_mode: weights gathered in there would refuse a later backward. The sigmas are moved
-    to the device of the noise, so that the solver waits for the device once a step (its 2 x 2 solve) and not per sigma.
+    Every state is a sum of the noise and the velocities so far, by the solver's own weights: one product a step, in
+    which nothing waits for the device. Under no_grad and not inference_mode: weights gathered in there would refuse a
+    later backward.
     """
     if noise.ndim < 2:
         raise ValueError(f"sample needs latents of shape [B, C, ...], got {tuple(noise.shape)}")
-    scheduler = unipc(steps, shift)
-    scheduler.sigmas = scheduler.sigmas.to(noise.device)
-    # Starting at a given index also spares the solver a search through its integer timesteps.
-    scheduler.set_begin_index(0)
-    per_step = scheduler.sigmas[:-1, None].expand(steps, noise.shape[0]).contiguous()
+    weights = solver_weights(steps, shift).to(noise)
+    at = torch.tensor(sigmas(steps, shift)[:-1], device=noise.device)[:, None].expand(steps, len(noise)).contiguous()
+    # The noise, then every velocity.
+    parts = torch.empty(steps + 1, noise.numel(), dtype=noise.dtype, device=noise.device)
+    parts[0] = noise.flatten()
     x = noise
-    for sigma, timestep in zip(per_step, scheduler.timesteps, strict=True):
-        x = scheduler.step(velocity(x, sigma), timestep, x, return_dict=False)[0]
+    for step in range(steps):
+        parts[step + 1] = velocity(x, at[step]).flatten()
+        x = (weights[step, : step + 2] @ parts[: step + 2]).view_as(noise)
     return x if clamp is None else x.clamp(*clamp)
 
 

@@ -44,6 +44,23 @@ def unipc(steps: int, shift: float) -> UniPCMultistepScheduler:
 
 
 @lru_cache(maxsize=32)
+def solver_weights(steps: int, shift: float) -> Tensor:
+    """The state after each step as a sum of what went in: float64 [steps, 1 + steps], noise first, then velocities.
+
+    UniPC is linear in both, so its weights are what it makes of unit vectors: diffusers' solver is run once on those.
+    """
+    scheduler = unipc(steps, shift)
+    # Starting at a given index also spares the solver a search through its integer timesteps.
+    scheduler.set_begin_index(0)
+    units = torch.eye(steps + 1, dtype=torch.float64)[:, None]
+    x, rows = units[0], []
+    for unit, timestep in zip(units[1:], scheduler.timesteps, strict=True):
+        x = scheduler.step(unit, timestep, x, return_dict=False)[0]
+        rows.append(x[0])
+    return torch.stack(rows)
+
+
+@lru_cache(maxsize=32)
 def _sigmas(steps: int, shift: float) -> tuple[float, ...]:
     return tuple(unipc(steps, shift).sigmas.tolist())
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from nftctl.cli import completion, model_commands
+from nftctl.cli import bench_command, completion, model_commands
 from nftctl.cli.options import (
     CheckpointArgument,
     DryRunOption,
@@ -36,6 +36,7 @@ COMMANDS = (
     "export",
     "sample",
     "convert",
+    "bench",
 )
 
 EXIT_CODES = """\b
@@ -356,3 +357,4 @@ def init(
 
 
 app.add_typer(model_commands.commands)
+app.add_typer(bench_command.commands)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -39,6 +41,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 WHOLE_FILE = "shard-00001-model-00001-of-00001.safetensors"
 """Where tensors that no rank shares with another are kept, by the distributed writer's own naming."""
 
+WRITING_S = 1800.0
+"""Seconds after which a save that is still being written is given up, however busy its rank's other threads are.
+
+Nothing is told by it but that a disk hangs: a rank that stands still answers no call, which is noticed much earlier.
+Writing is no collective, so its own time-out would be too short; half an hour is 180 GB at 100 MB a second.
+"""
+
 _NO_SPACE = {errno.ENOSPC: "no space is left on the device", errno.EDQUOT: "the disk quota is used up"}
 
 
@@ -57,16 +66,12 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._pending: Future[Any] | None = None
         self._folder = Path()
+        self._began = 0.0
 
     @property
     def busy(self) -> bool:
         """True between `begin` and `finish`."""
         return self._pending is not None
-
-    @property
-    def written(self) -> bool:
-        """True unless this rank is still writing."""
-        return self._pending is None or self._pending.done()
 
     def begin(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Copy `state` and start writing it to `folder`, which must be empty or absent; collective over the group.
@@ -77,7 +82,7 @@ class Saver:
         if self._pending is not None:
             raise RuntimeError(f"the save to {self._folder} has not been finished")
         _refuse_foreign(state)
-        self._folder = folder
+        self._folder, self._began = folder, time.monotonic()
         if any(isinstance(value, DTensor) for value in state.values()):
             _refuse_full(folder)
             self._pending = self._begin_sharded(state, folder)
@@ -90,15 +95,22 @@ class Saver:
         writer = _SnapshotWriter(str(folder), save_distributed=True)
         return _future(async_save(copies, storage_writer=writer, process_group=self._group))
 
-    def finish(self) -> None:
-        """Wait until this rank's files are on the disk; does nothing when it has no save in flight.
+    def finish(self, wait_s: float | None = None) -> bool:
+        """Whether this rank's files are on the disk, when they were given `wait_s` seconds; None waits for the end.
 
-        Raises CheckpointUnusable when a rank could not write (on every rank, when all of them write) and TrainingFailed
-        when a rank went away.
+        True when no save is in flight. Raises CheckpointUnusable when a rank could not write (on every rank, when all
+        of them write) or writes for longer than a disk that works may need, and TrainingFailed when a rank went away.
         """
+        if self._pending is None:
+            return True
+        if not wait_for([self._pending], wait_s).done:
+            if time.monotonic() - self._began > WRITING_S:
+                raise CheckpointUnusable(
+                    f"the checkpoint is still being written to {self._folder} after {WRITING_S / 60:.0f} minutes",
+                    hint="see whether that disk still answers",
+                )
+            return False
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
         try:
             pending.result()
         except CheckpointException as error:
@@ -108,6 +120,7 @@ class Saver:
             raise _write_failure(dist.get_rank(self._group), error, self._folder) from error
         except Exception as error:
             raise TrainingFailed(f"the save to {self._folder} broke off: {error}") from error
+        return True
 
 
 def _refuse_foreign(state: Mapping[str, object]) -> None:
@@ -130,7 +143,7 @@ def _copy(value: Tensor) -> Tensor:
 class Snapshot:
     """The values of whole tensors at one moment: one flat copy per device and dtype, made where the tensors live.
 
-    On a GPU that is one kernel in the order of training's own, and the way to the CPU is left to `tensors`, which may
+    On a GPU that is one kernel in the order of training's own, and the way to the CPU is left to `pieces`, which may
     run in another thread: a copy over the bus, tensor by tensor, would hold training up for many times as long.
     """
 
@@ -139,20 +152,34 @@ class Snapshot:
         for name, value in state.items():
             groups.setdefault((value.device, value.dtype), []).append(name)
         self._shapes = {name: value.shape for name, value in state.items()}
-        self._parts = [
-            (names, torch.cat([state[name].detach().reshape(-1) for name in names])) for names in groups.values()
-        ]
+        # The widest numbers first, so that each lies in the file at a multiple of its own width.
+        ordered = sorted(groups.items(), key=lambda group: -group[0][1].itemsize)
+        self._parts = [(names, torch.cat([state[name].detach().reshape(-1) for name in names])) for _, names in ordered]
         self._ready = torch.cuda.Event() if any(flat.is_cuda for _, flat in self._parts) else None
         if self._ready is not None:
             self._ready.record()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The copies by name, on the CPU. They share memory with one another and with nothing else."""
-        copies: dict[str, Tensor] = {}
+    def pieces(self) -> Iterator[memoryview]:
+        """The content of a safetensors file of all copies, in order: its header, then each flat copy as it is.
+
+        By the format's description (README of safetensors, "Format"): the header's length in 8 bytes, little-endian;
+        JSON with dtype, shape and place of each tensor in what follows, filled up with blanks to a multiple of 8; the
+        numbers back to back.
+        """
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
         for names, flat in self._parts:
-            pieces = self._on_cpu(flat).split([self._shapes[name].numel() for name in names])
-            copies |= {name: piece.view(self._shapes[name]) for name, piece in zip(names, pieces, strict=True)}
-        return copies
+            dtype = _dtype_name(flat)
+            for name in names:
+                shape = self._shapes[name]
+                end = at + shape.numel() * flat.itemsize
+                header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+                at = end
+        text = orjson.dumps(header)
+        text += b" " * (-len(text) % 8)
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for _, flat in self._parts:
+            yield self._on_cpu(flat).view(torch.uint8).numpy().data
 
     def _on_cpu(self, flat: Tensor) -> Tensor:
         if self._ready is None or not flat.is_cuda:
@@ -172,9 +199,9 @@ def _write_whole(snapshot: Snapshot, folder: Path) -> None:
     It runs beside a rank that is busy launching kernels: what it does in Python, training waits for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = save(snapshot.tensors(), metadata={"format": "pt"})
     with (folder / WHOLE_FILE).open("xb") as stream:
-        stream.write(content)
+        for piece in snapshot.pieces():
+            stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -201,10 +228,11 @@ def _write_failure(rank: int, cause: BaseException, folder: Path) -> CheckpointU
 
 def describe(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Dtype and whole shape of each tensor, as the manifest lists them: {"dtype": "F32", "shape": [16, 64]}."""
-    return {
-        name: {"dtype": DTYPE_NAMES[str(value.dtype).removeprefix("torch.")], "shape": list(value.shape)}
-        for name, value in sorted(state.items())
-    }
+    return {name: {"dtype": _dtype_name(value), "shape": list(value.shape)} for name, value in sorted(state.items())}
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
 
 
 def load(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -133,14 +133,14 @@ class Group:
         return self._wait({getattr(a, method).remote(*args): rank for rank, a in enumerate(self.actors)}, method)
 
     def call_one(self, rank: int, method: str, *args: Any) -> Any:
-        """Call `method` on one rank."""
-        return self._wait({getattr(self.actors[rank], method).remote(*args): rank}, method)[0]
+        """Call `method` on one rank. There is nobody to be slower than, so the time-out runs from the beginning."""
+        by = time.monotonic() + self._timeout_s
+        return self._wait({getattr(self.actors[rank], method).remote(*args): rank}, method, by)[0]
 
-    def _wait(self, pending: Mapping[Any, int], method: str) -> list[Any]:
+    def _wait(self, pending: Mapping[Any, int], method: str, deadline: float | None = None) -> list[Any]:
         import ray
 
         left, answers, failures = dict(pending), {}, _Failures()
-        deadline: float | None = None
         while left:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(left), num_returns=1, timeout=timeout)

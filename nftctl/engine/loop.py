@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             reporter.note(again)
         if group is None:
             reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
-            group = stack.enter_context(_group(plan, logs, cluster, reporter))
-        facts = group.call("build", _spec(plan, answered, logs))[0]
+            group = stack.enter_context(ranks_of(plan, logs, cluster, reporter))
+        facts = group.call("build", spec_of(plan, answered, logs))[0]
         reporter.note(
             f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
             f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
@@ -102,7 +102,8 @@ def _open_folder(plan: JobPlan) -> RunDirectory:
     )
 
 
-def _spec(plan: JobPlan, answered: list[services.Service], logs: Path) -> WorkerSpec:
+def spec_of(plan: JobPlan, answered: list[services.Service], logs: Path) -> WorkerSpec:
+    """What every rank of the plan is built from."""
     return WorkerSpec(
         profile=plan.profile,
         family=plan.family,
@@ -116,7 +117,8 @@ def _spec(plan: JobPlan, answered: list[services.Service], logs: Path) -> Worker
 
 
 @contextlib.contextmanager
-def _group(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Reporter) -> Iterator[Group]:
+def ranks_of(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Reporter) -> Iterator[Group]:
+    """The plan's ranks, started; ended with the block."""
     started: list[Group] = []
     # Ray announces dead workers on our standard output, which carries data only.
     with (logs / "ray.log").open("a") as sink, contextlib.redirect_stdout(sink):
@@ -219,18 +221,7 @@ class _Run:
         return state
 
     def _step(self, state: RunState, saves: Checkpoints) -> RunState:
-        timer = _Timer()
-        with timer.stage("sample"):
-            self.group.call("sample", state)
-        saves.advance_if_written()
-        with timer.stage("prepare"):
-            self.group.call("prepare", state)
-        with timer.stage("reward_exposed"):
-            self.group.call("score")
-        with timer.stage("train"):
-            answers = self.group.call("train", state)
-        metrics, state = _agreed(answers)
-        row = {"step": state.step, **metrics, **timer.row()}
+        row, state = take_step(self.group, state, saves.advance_if_written)
         self.files.metrics.append(row)
         self.files.board.scalars(row)
         self.reporter.step(row, self.plan.total_steps)
@@ -289,6 +280,24 @@ class _Run:
             "train": {"first": rows[0], "last": rows[-1]} if rows else None,
             "seconds": round(time.monotonic() - self.started, 1),
         }
+
+
+def take_step(
+    group: Group, state: RunState, sampled: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], RunState]:
+    """One step on all ranks: its metrics row and the state after it. `sampled` is called when the images are made."""
+    timer = _Timer()
+    with timer.stage("sample"):
+        group.call("sample", state)
+    sampled()
+    with timer.stage("prepare"):
+        group.call("prepare", state)
+    with timer.stage("reward_exposed"):
+        group.call("score")
+    with timer.stage("train"):
+        answers = group.call("train", state)
+    metrics, state = _agreed(answers)
+    return {"step": state.step, **metrics, **timer.row()}, state
 
 
 def _agreed(answers: list[tuple[dict[str, float], RunState]]) -> tuple[dict[str, float], RunState]:

@@ -102,6 +102,8 @@ class Worker:
         import torch
         import torch.distributed as dist
 
+        from nftctl.engine.checkpoint import WRITING_S
+
         timeout = timedelta(seconds=timeout_s)
         store = self._store or dist.TCPStore(  # type: ignore[attr-defined]
             host, port, world, is_master=False, timeout=timeout
@@ -119,7 +121,7 @@ class Worker:
         # Scalars and reward tables travel on the CPU; the checkpoint has a group of its own, because saving in the
         # background on a group that training also uses deadlocks.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
-        self._saving = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(WRITING_S, timeout_s)))
         log.info("rank %d of %d on %s, pid %d", self.rank, world, self.device, os.getpid())
         if device == "cuda":
             facts, chosen = torch.cuda.get_device_properties(self.device), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -211,7 +213,10 @@ class Worker:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_begin(self, step: int, folder: Path) -> dict[str, Any]:
-        """Snapshot the state of `step` and start writing it in the background. Collective. Returns manifest facts."""
+        """Snapshot the state of `step` and start writing it in the background; returns manifest facts.
+
+        Collective when the state is sharded; otherwise rank 0 alone is asked.
+        """
         stage.begin(step, "save")
         self._saved_step = step
         if self.roles.replay.held:
@@ -235,14 +240,13 @@ class Worker:
         policy.copies.load(tensors)
         load_optimizer(policy.optimizer, policy.parameters, tensors, entries)
 
-    def save_written(self) -> bool:
-        """Whether `save_finish` would return at once."""
-        return bool(self._saver.written)
-
-    def save_finish(self) -> None:
-        """Wait until the state of `save_begin` is written."""
-        stage.begin(self._saved_step, "commit")
-        self._saver.finish()
+    def save_finish(self, wait_s: float) -> bool:
+        """Whether the state of `save_begin` is written, when it was given `wait_s` seconds to be."""
+        writing = self._saver.busy
+        written: bool = self._saver.finish(wait_s)
+        if writing and written:
+            stage.begin(self._saved_step, "commit")
+        return written
 
     # -- looking at the model ------------------------------------------------------------------------------------
 

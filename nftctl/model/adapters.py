@@ -1,8 +1,8 @@
 """The LoRA pair `policy` and `old` on one frozen base, by peft; adapters off is the reference.
 
-Both are float32 whatever the base is. Owns which of the three a forward uses and how old follows policy. Policy always
-requires gradients and old never does, whichever is active. Refuses targets that match nothing, and any that matches in
-the prompt encoder, whose cached keys and values an adapter would make stale.
+Both are float32 whatever the base is, and compute in the base's precision. Owns which of the three a forward uses and
+how old follows policy. Policy always requires gradients and old never does, whichever is active. Refuses targets that
+match nothing, and any that matches in the prompt encoder, whose cached keys and values an adapter would make stale.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from torch import nn
+from peft.tuners.lora import Linear, LoraLayer
+from torch import Tensor, nn
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.model.family import Denoiser
@@ -31,7 +31,29 @@ def lora_config(lora: Lora, modules: Sequence[str]) -> LoraConfig:
     """The adapter's peft configuration for modules by their names: peft reads no pattern of ours."""
     names: Any = list(modules)
     alpha: Any = lora.alpha
-    return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    return config
+
+
+class AdaptedLinear(Linear):  # type: ignore[misc]
+    """peft's layer with one active adapter, computed in the precision of its input.
+
+    peft goes through float32 whenever the adapter is float32: on a bfloat16 base that is a float32 copy of every
+    activation, and a seventh of a rollout's time.
+    """
+
+    cast: tuple[Tensor, Tensor] | None = None
+    """A and B of the active adapter in the base's precision, for as long as `weights` says that nothing moves them."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        result: Tensor = self.base_layer(x)
+        if self._disable_adapters:
+            return result
+        (name,) = self._active_adapter
+        down, up = self.cast or (self.lora_A[name].weight, self.lora_B[name].weight)
+        low = nn.functional.linear(x, down.to(x.dtype))
+        return result + nn.functional.linear(low, up.to(x.dtype)) * self.scaling[name]
 
 
 def match_targets(denoiser: Denoiser, targets: list[str]) -> list[str]:
@@ -108,7 +130,12 @@ def _draw(weight: nn.Parameter, name: str, lora: Lora, seed: int) -> None:
 
 def lora_layers(denoiser: nn.Module) -> dict[str, Any]:
     """The adapted modules by their diffusers names, in module order."""
-    return {name: module for name, module in denoiser.named_modules() if isinstance(module, LoraLayer)}
+    # Adapters are added once, and a walk over all modules takes longer than most of what is asked of them.
+    found: dict[str, Any] = denoiser.__dict__.get("_adapted", {})
+    if not found:
+        found = {name: module for name, module in denoiser.named_modules() if isinstance(module, LoraLayer)}
+        denoiser.__dict__["_adapted"] = found
+    return dict(found)
 
 
 def adapted_modules(denoiser: nn.Module, targets: Sequence[str]) -> dict[str, int]:
@@ -149,17 +176,25 @@ def weights(denoiser: nn.Module, which: Weights) -> Iterator[None]:
     Leave only after a backward that recomputes activations; a plain backward may come later.
     """
     layers = list(lora_layers(denoiser).values())
-    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    before = [(layer._active_adapter, layer._disable_adapters, layer.cast) for layer in layers]
     # peft's own switches also flip requires_grad, so the two fields that they set are set here alone.
     try:
         for layer in layers:
             layer._disable_adapters = which == "reference"
             if which != "reference":
                 layer._active_adapter = [which]
+            layer.cast = None if which == "reference" or torch.is_grad_enabled() else _cast(layer, which)
         yield
     finally:
-        for layer, (active, disabled) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters = active, disabled
+        for layer, (active, disabled, cast) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters, layer.cast = active, disabled, cast
+
+
+def _cast(layer: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
+    """Both matrices in the base's precision: once for all forwards of a rollout, and never where they have it."""
+    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    dtype = layer.base_layer.weight.dtype
+    return None if dtype == down.dtype else (down.detach().to(dtype), up.detach().to(dtype))
 
 
 def refresh_old(denoiser: nn.Module, eta: float) -> None:
@@ -172,9 +207,9 @@ def follow(denoiser: nn.Module, adapter: str, kept: float) -> None:
     """adapter = kept * adapter + (1 - kept) * policy for every tensor; `kept` in [0, 1), and 0 is a bitwise copy."""
     if not 0.0 <= kept < 1.0:
         raise ValueError(f"the kept share must be in [0, 1), got {kept}")
-    policy = policy_parameters(denoiser)
-    for name, value in parameters(denoiser, adapter).items():
-        if kept == 0.0:
-            value.copy_(policy[name])
-        else:
-            value.mul_(kept).add_(policy[name], alpha=1.0 - kept)
+    moved, policy = (list(parameters(denoiser, which).values()) for which in (adapter, POLICY))
+    if kept == 0.0:
+        torch._foreach_copy_(moved, policy)
+    else:
+        torch._foreach_mul_(moved, kept)
+        torch._foreach_add_(moved, policy, alpha=1.0 - kept)

@@ -48,13 +48,16 @@ def _refuse_fallbacks() -> None:
     config.fail_on_recompile_limit_hit = True
 
 
-def _opened(compiled: Callable[..., Any], dims: Mapping[int, int]) -> Callable[..., Any]:
-    """Mark the dimensions, by number of the argument, that must not make a new graph."""
+def _opened(compiled: Callable[..., Any], dims: Mapping[tuple[int, ...], int]) -> Callable[..., Any]:
+    """Mark the dimensions, by place among the arguments, that must not make a new graph."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for position, dim in dims.items():
-            if isinstance(args[position], Tensor):
-                torch._dynamo.maybe_mark_dynamic(args[position], dim)
+        for place, dim in dims.items():
+            found: Any = args
+            for index in place:
+                found = None if found is None else found[index]
+            if isinstance(found, Tensor):
+                torch._dynamo.maybe_mark_dynamic(found, dim)
         return compiled(*args, **kwargs)
 
     return forward

@@ -69,6 +69,7 @@ class AdapterCopies(Copies):
     def __init__(self, denoiser: Denoiser) -> None:
         self._denoiser = denoiser
         self.parameters = adapters.policy_parameters(denoiser)
+        self._saved: dict[str, Tensor] = {}
 
     def use(self, which: Weights) -> AbstractContextManager[None]:
         return adapters.weights(self._denoiser, which)
@@ -81,11 +82,15 @@ class AdapterCopies(Copies):
             adapters.follow(self._denoiser, adapters.EMA, share)
 
     def state(self) -> dict[str, Tensor]:
-        return {
-            f"{adapter}.{name}": parameter
-            for adapter in adapters.adapter_names(self._denoiser)
-            for name, parameter in adapters.parameters(self._denoiser, adapter).items()
-        }
+        # Looked up once: a walk over all modules at every save would take longer than the copy of what it finds. No
+        # adapter is added or replaced after this was made; the optimizer goes by the same.
+        if not self._saved:
+            self._saved = {
+                f"{adapter}.{name}": parameter
+                for adapter in adapters.adapter_names(self._denoiser)
+                for name, parameter in adapters.parameters(self._denoiser, adapter).items()
+            }
+        return dict(self._saved)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

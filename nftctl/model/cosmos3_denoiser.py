@@ -1,20 +1,23 @@
 """Cosmos3's denoiser: the generation tower, reading a prompt's cached keys and values.
 
 Built from diffusers' own modules under their own names, batched over samples and guidance branches; prompts of other
-lengths in a batch keep their own positions and are masked exactly. Latents have one frame or several, all of them
-noisy. Refuses shapes that do not belong together.
+lengths in a batch keep their own positions, and their padding is never read: on a GPU in half precision the keys are
+packed end to end, elsewhere they are masked. Latents have one frame or several, all of them noisy. Refuses shapes that
+do not belong together.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, cast
+import inspect
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
 from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import get_3d_mrope_ids_vae_tokens
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
 from nftctl.model.family import Conditioning, Denoiser
@@ -41,6 +44,70 @@ def unpatchify(tokens: Tensor, patch: int, shape: torch.Size) -> Tensor:
     return x if x.shape == shape else x[..., :height, :width].contiguous()
 
 
+# Later versions want to be told of grouped keys; earlier ones take them without a word.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+_LENGTHS = 256
+"""The kernel is told the longest row in steps of this many keys, so that few prompts make a graph of their own."""
+
+
+class Packing(NamedTuple):
+    """Where the keys of a ragged batch of B rows lie when they are packed end to end, S in all.
+
+    order    int64 [S], of the image's keys [B * N] and the padded prompts' [B * L], one behind the other, which to take
+    own      int64 [B * N], where the image's keys are among the packed ones
+    queries  int32 [B + 1], first query of every row
+    keys     int32 [B + 1], first key of every row
+    longest  no row has more keys
+    """
+
+    order: Tensor
+    own: Tensor
+    queries: Tensor
+    keys: Tensor
+    longest: int
+
+
+def pack(lengths: tuple[int, ...], generated: int, device: torch.device) -> Packing:
+    """The packing of rows with `lengths` prompt tokens, padded to the longest, and `generated` image tokens each."""
+    batch, longest = len(lengths), max(lengths)
+    order, own, starts = [], [], [0]
+    for row, length in enumerate(lengths):
+        first = batch * generated + row * longest
+        order += [torch.arange(first, first + length), torch.arange(row * generated, (row + 1) * generated)]
+        own.append(torch.arange(starts[-1] + length, starts[-1] + length + generated))
+        starts.append(starts[-1] + length + generated)
+    return Packing(
+        torch.cat(order).to(device),
+        torch.cat(own).to(device),
+        torch.arange(0, batch * generated + 1, generated, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        -(-(generated + longest) // _LENGTHS) * _LENGTHS,
+    )
+
+
+class _Packed(torch.autograd.Function):
+    """The image's keys [B * N, ...] and the prompts' [B * L, ...] in packed order; only the former get a gradient.
+
+    Every key is taken once, so the gradient is a gather too: plain indexing would add into it, in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, prompt: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return torch.cat((own, prompt)).index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None, None
+
+
+def packs(keys: Tensor, head_dim: int) -> bool:
+    """Whether the kernel for packed rows can take these keys."""
+    half = keys.dtype in (torch.bfloat16, torch.float16)
+    return keys.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and not keys.requires_grad
+
+
 class GenerationAttention(nn.Module):
     """The image's half of a stock attention: full attention over the prompt's keys and its own."""
 
@@ -51,21 +118,55 @@ class GenerationAttention(nn.Module):
         self.to_add_out = stock.to_add_out
         self.norm_added_q, self.norm_added_k = stock.norm_added_q, stock.norm_added_k
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        packing: Packing | None,
+    ) -> Tensor:
         """x [B, N, width]; keys and values [B, kv_heads, L, D] of the prompt -> [B, N, width]."""
-        own_q = self.norm_added_q(split_heads(self.add_q_proj(x), self.head_dim)).transpose(1, 2)
-        own_k = self.norm_added_k(split_heads(self.add_k_proj(x), self.head_dim)).transpose(1, 2)
-        own_v = split_heads(self.add_v_proj(x), self.head_dim).transpose(1, 2)
-        keys = torch.cat((keys, rotate(own_k, cos, sin)), dim=2)
-        values = torch.cat((values, own_v), dim=2)
-        queries = rotate(own_q, cos, sin)
-        if mask is not None:
-            # Of CUDA's fused kernels the one that takes a mask wants as many key heads as query heads.
-            repeats = queries.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
-        projected: Tensor = self.to_add_out(out.transpose(1, 2).flatten(2))
+        own_q = rotate(self.norm_added_q(self._heads(self.add_q_proj(x))).transpose(1, 2), cos, sin)
+        own_k = rotate(self.norm_added_k(self._heads(self.add_k_proj(x))).transpose(1, 2), cos, sin)
+        own_v = self._heads(self.add_v_proj(x)).transpose(1, 2)
+        if packing is None:
+            out = _masked(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), mask)
+        else:
+            packed = [_packed(own, prompt, packing) for own, prompt in ((own_k, keys), (own_v, values))]
+            out = _ragged(own_q, packed[0], packed[1], packing)
+        projected: Tensor = self.to_add_out(out.flatten(2))
         return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return split_heads(x, self.head_dim)
+
+
+def _masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads first; returns [B, N, heads, D]."""
+    if mask is not None:
+        # Of CUDA's fused kernels the one that takes a mask wants as many key heads as query heads.
+        repeats = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
+    return out.transpose(1, 2)
+
+
+def _packed(own: Tensor, prompt: Tensor, packing: Packing) -> Tensor:
+    """[B, kv_heads, N, D] and [B, kv_heads, L, D] -> [S, kv_heads, D]."""
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in (own, prompt)]
+    packed: Tensor = _Packed.apply(flat[0], flat[1], packing.order, packing.own)  # type: ignore[no-untyped-call]
+    return packed
+
+
+def _ragged(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing) -> Tensor:
+    """Heads first and whole rows of queries, packed keys and values; returns [B, N, heads, D]."""
+    batch, _, generated, _ = queries.shape
+    flat = queries.transpose(1, 2).flatten(0, 1)
+    out: Any = varlen_attn(flat, keys, values, packing.queries, packing.keys, generated, packing.longest, **_GROUPED)
+    return cast(Tensor, out).view(batch, generated, *out.shape[1:])
 
 
 class GenerationLayer(nn.Module):
@@ -78,11 +179,9 @@ class GenerationLayer(nn.Module):
         self.input_layernorm_moe_gen = stock.input_layernorm_moe_gen
         self.post_attention_layernorm_moe_gen = stock.post_attention_layernorm_moe_gen
 
-    def forward(
-        self, hidden: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """hidden [B, N, width] -> the same shape."""
-        hidden = hidden + self.self_attn(self.input_layernorm_moe_gen(hidden), keys, values, cos, sin, mask)
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, *placing: Any) -> Tensor:
+        """hidden [B, N, width] -> the same shape. `placing` is the cosine, the sine, the mask and the packing."""
+        hidden = hidden + self.self_attn(self.input_layernorm_moe_gen(hidden), keys, values, *placing)
         moved: Tensor = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(hidden))
         return hidden + moved
 
@@ -91,7 +190,8 @@ class Cosmos3Denoiser(Denoiser):
     """The generation tower. Differentiable in its parameters and in the cache; shares them with `stock`."""
 
     fp32_modules = ("time_embedder",)
-    open_dims: ClassVar = {1: 2, 2: 2, 5: 3}  # keys, values and mask, along the prompt
+    # Along the prompt: keys, values, mask, and the order of a packing.
+    open_dims: ClassVar = {(1,): 2, (2,): 2, (5,): 3, (6, 0): 0}
     fps: float = 24.0
     """Frames a second of what is made; places the frames of a base that modulates its positions by it."""
 
@@ -118,6 +218,14 @@ class Cosmos3Denoiser(Denoiser):
             if isinstance(m, nn.Linear) and id(m) not in mine and not name.startswith(OTHER_MODALITIES)
         )
 
+    @property
+    def width(self) -> int:
+        return int(self.proj_in.out_features)
+
+    def tokens(self, latent_shape: tuple[int, int, int, int]) -> int:
+        _, frames, height, width = latent_shape
+        return frames * -(-height // self.patch) * -(-width // self.patch)
+
     def shard_units(self) -> list[nn.Module]:
         """The timestep embedder, which stays float32 beside a bfloat16 base, then every layer."""
         return [self.time_embedder, *self.layers]
@@ -131,9 +239,9 @@ class Cosmos3Denoiser(Denoiser):
         self.forwards += x.shape[0]
         hidden = self.proj_in(patchify(x.to(self.proj_in.weight.dtype), self.patch))
         hidden = hidden + self._time(sigma).to(hidden.dtype)[:, None]
-        cos, sin, mask = self._positions(cache, x.shape, hidden)
+        placing = self._placing(cache, x.shape, hidden)
         for layer, keys, values in zip(self.layers, cache.keys.unbind(), cache.values.unbind(), strict=True):
-            hidden = self.run(layer, hidden, keys, values, cos, sin, mask)
+            hidden = self.run(layer, hidden, keys, values, *placing)
         return unpatchify(self.proj_out(self.norm_moe_gen(hidden)), self.patch, x.shape).float()
 
     def _check(self, x: Tensor, sigma: Tensor, cache: PromptCache) -> None:
@@ -145,15 +253,17 @@ class Cosmos3Denoiser(Denoiser):
     def _time(self, sigma: Tensor) -> Tensor:
         scaled = sigma.float() * 1000.0 * self.timestep_scale
         dtype = next(self.time_embedder.parameters()).dtype
-        return cast(Tensor, self.time_embedder(self.time_proj(scaled).to(dtype)))
+        return cast(Tensor, self.call(self.time_embedder, self.time_proj(scaled).to(dtype)))
 
-    def _positions(self, cache: PromptCache, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rope of the image tokens, [B, 1, N, D] each, and the mask; the same for every step of a batch."""
+    def _placing(self, cache: PromptCache, shape: torch.Size, like: Tensor) -> tuple[Any, ...]:
+        """Rope of the image tokens, [B, 1, N, D] each, mask and packing; the same for every step of a batch."""
         key = (shape[2:], like.dtype, like.device)
         if key not in cache.memo:
-            cos, sin = self._rope(cache.lengths, shape, like)
-            cache.memo[key] = (cos, sin, cache.attention_mask(like.shape[1]))
-        return cast(tuple[Tensor, Tensor, Tensor | None], cache.memo[key])
+            mask, packing = cache.attention_mask(like.shape[1]), None
+            if mask is not None and packs(cache.keys, cache.keys.shape[-1]):
+                mask, packing = None, pack(cache.lengths, like.shape[1], like.device)
+            cache.memo[key] = (*self._rope(cache.lengths, shape, like), mask, packing)
+        return cast(tuple[Any, ...], cache.memo[key])
 
     @torch.no_grad()
     def _rope(self, lengths: tuple[int, ...], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,9 @@ class Denoiser(nn.Module, ABC):
     """Rows denoised so far, all weights and grad modes together."""
     encoder_modules: frozenset[str] = frozenset()
     """Linear modules of the same checkpoint that live in the prompt encoder, by their diffusers names."""
-    open_dims: ClassVar[Mapping[int, int]] = {}
-    """Of a layer's forward: positional argument -> dimension whose size changes with the prompts."""
+    open_dims: ClassVar[Mapping[tuple[int, ...], int]] = {}
+    """Of a layer's forward: place of a tensor among the arguments, (2,) or, in a tuple, (2, 0) -> dimension whose size
+    changes with the prompts."""
     fp32_modules: tuple[str, ...] = ()
     """Sharding units that compute in float32 whatever the precision of the rest is."""
     gradient_checkpointing: bool = False
@@ -92,12 +93,36 @@ class Denoiser(nn.Module, ABC):
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return v [B, C, T, H, W] float32 from x of that shape and sigma [B] float32 in [0, 1]."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs) if self._whole else super().__call__(*args, **kwargs)
+
+    @property
+    def _whole(self) -> bool:
+        return self.sharding is not None and self.sharding.whole
+
+    def call(self, module: nn.Module, *inputs: Any) -> Any:
+        """A submodule's output, without what sharding hooks around it where the weights are whole and frozen.
+
+        Those hooks then have nothing to do, and take a fifth of the time of a small image's rollout.
+        """
+        return module.forward(*inputs) if self._whole else module(*inputs)
+
     def run(self, layer: nn.Module, *inputs: Any) -> Any:
         """A layer's output. What the layer depends on must be unchanged at the backward, which may run it again."""
         if self.gradient_checkpointing and torch.is_grad_enabled():
             # No layer draws random numbers, so there is no generator to restore.
-            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return layer(*inputs)
+            call = layer.forward if self._whole else layer
+            return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.call(layer, *inputs)
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Numbers of a token."""
+
+    @abstractmethod
+    def tokens(self, latent_shape: tuple[int, int, int, int]) -> int:
+        """Image tokens of a latent (C, T, H, W)."""
 
     @abstractmethod
     def shard_units(self) -> list[nn.Module]:

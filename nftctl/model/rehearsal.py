@@ -7,8 +7,7 @@ to hold the model. Nothing can be learned from such a base; times, memory and re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nftctl.errors import CheckpointUnusable, UsageRefused
-from nftctl.tensorfile import STEM
+from nftctl.model.shapes import SHAPES, Shape
+from nftctl.tensorfile import STEM, TRANSFORMERS_STEM
 
 FILE_BYTES = 4 << 30
 """A weight file is closed once it is this long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A base by the configs of its parts. `transformer` holds what differs from the class's defaults."""
-
-    transformer: dict[str, Any] = field(default_factory=dict)
-    vae: dict[str, Any] = field(default_factory=dict)
-
-
-WAN_2_2 = {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "z_dim": 48,
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "latents_mean": [0.0] * 48,
-    "latents_std": [1.0] * 48,
-}
-_NARROW = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 4}
-_SMALL_VAE = {"base_dim": 32, "z_dim": 48, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
-
-SHAPES = {
-    "cosmos3-nano": Shape({}, WAN_2_2),
-    "cosmos3-2b": Shape({**_NARROW, "num_hidden_layers": 22, "vocab_size": 32768}, _SMALL_VAE),
-    "cosmos3-tiny": Shape(
-        {**_NARROW, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 300, "rope_axes_dim": [4, 2, 2]},
-        {**_SMALL_VAE, "base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
-    ),
-}
-"""`cosmos3-nano` is NVIDIA's geometry (15.2 B parameters, 6.97 B of them denoising); the others are narrower kin."""
 
 
 def write_base(shape: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -67,7 +32,8 @@ def write_base(shape: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         raise UsageRefused(f"no shape {shape!r} of a base", hint=f"shapes: {', '.join(sorted(SHAPES))}")
     if folder.is_dir() and any(folder.iterdir()):
         raise CheckpointUnusable(f"{folder} is not empty", hint="give a folder that does not exist yet")
-    _write_cosmos3(SHAPES[shape], folder, seed, dtype)
+    write = _write_cosmos3 if SHAPES[shape].family == "cosmos3" else _write_sd3
+    write(SHAPES[shape], folder, seed, dtype)
     return folder
 
 
@@ -92,30 +58,104 @@ def _write_cosmos3(shape: Shape, folder: Path, seed: int, dtype: torch.dtype) ->
         "text_tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "sound_tokenizer": [None, None],
     }
-    index = {"_class_name": "Cosmos3OmniPipeline", "enable_safety_checker": False, **parts}
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    _write_index(folder, "Cosmos3OmniPipeline", {"enable_safety_checker": False, **parts})
+
+
+def _write_index(folder: Path, pipeline: str, parts: dict[str, Any]) -> None:
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **parts}, indent=2) + "\n")
+
+
+def _write_sd3(shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+
+    from nftctl.model.sd3_denoiser import PatchEmbedding
+
+    scheduler: Any = FlowMatchEulerDiscreteScheduler
+    scheduler(shift=3.0).save_pretrained(folder / "scheduler")
+    with torch.device("meta"):
+        vae: Any = AutoencoderKL(**shape.vae)
+    vae.save_config(folder / "vae")
+    write_random(vae, folder / "vae", seed=seed, dtype=dtype)
+    transformer: Any = SD3Transformer2DModel
+    with torch.device("meta"):
+        stock = transformer(**shape.transformer)
+    stock.save_config(folder / "transformer")
+    table = {"pos_embed.pos_embed": PatchEmbedding(stock.pos_embed).computed("pos_embed").to(dtype)}
+    write_random(stock, folder / "transformer", seed=seed, dtype=dtype, buffers=table)
+    parts: dict[str, Any] = {
+        "transformer": ["diffusers", "SD3Transformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    }
+    for n, suffix in enumerate(("", "_2", "_3")):
+        classes = [None, None]
+        if n < len(shape.text):
+            classes = _write_text(shape.text[n], folder, suffix, seed + n, dtype)
+        parts[f"text_encoder{suffix}"], parts[f"tokenizer{suffix}"] = (
+            [None if name is None else "transformers", name] for name in classes
+        )
+    _write_index(folder, "StableDiffusion3Pipeline", parts)
+
+
+def _write_text(config: dict[str, Any], folder: Path, suffix: str, seed: int, dtype: torch.dtype) -> list[Any]:
+    """A text encoder and its tokenizer; returns their class names."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    is_t5 = "d_model" in config
+    tokenizer = t5_tokenizer() if is_t5 else clip_tokenizer(config["max_position_embeddings"])
+    end = tokenizer.eos_token_id
+    with torch.device("meta"):
+        encoder: Any = (
+            T5EncoderModel(T5Config(**config, eos_token_id=end, pad_token_id=tokenizer.pad_token_id))
+            if is_t5
+            else CLIPTextModelWithProjection(
+                CLIPTextConfig(**config, bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end)
+            )
+        )
+    where = folder / f"text_encoder{suffix}"
+    encoder.config.architectures = [type(encoder).__name__]
+    encoder.config.save_pretrained(where)
+    write_random(encoder, where, seed=seed, dtype=dtype, stem=TRANSFORMERS_STEM)
+    tokenizer.save_pretrained(folder / f"tokenizer{suffix}")
+    return [type(encoder).__name__, type(tokenizer).__name__]
 
 
 def write_random(
-    module: nn.Module, folder: Path, *, seed: int, dtype: torch.dtype, keep_fp32: tuple[str, ...] = ()
+    module: nn.Module,
+    folder: Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    keep_fp32: tuple[str, ...] = (),
+    buffers: Mapping[str, Tensor] | None = None,
+    stem: str = STEM,
 ) -> None:
-    """Fill `folder` with a value for every parameter of a meta module: matrices N(0, 1/fan-in), scales 1, biases 0."""
+    """Fill `folder` with a value for every parameter of a meta module: matrices N(0, 1/fan-in), scales 1, biases 0.
+
+    Tables N(0, 1). `buffers` are written as they are given; `stem` is the name that a single file has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
+    given = buffers or {}
+    tables = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     shapes = [(name, p.shape, torch.float32 if name.startswith(keep_fp32) else dtype)
               for name, p in module.named_parameters()]  # fmt: skip
+    shapes += [(name, table.shape, table.dtype) for name, table in given.items()]
     files = list(_files(shapes))
     where: dict[str, str] = {}
     for number, part in enumerate(files, 1):
-        name = STEM if len(files) == 1 else f"{Path(STEM).stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {key: _value(key, size, kind, device, generator) for key, size, kind in part}
+        name = stem if len(files) == 1 else f"{Path(stem).stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {
+            key: given[key] if key in given else _value(key, size, kind, device, generator, table=key in tables)
+            for key, size, kind in part
+        }
         save_file(tensors, folder / name, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, name)
     if len(files) > 1:
         total = sum(size.numel() * kind.itemsize for _, size, kind in shapes)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / f"{STEM}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"{stem}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 _Entry = tuple[str, torch.Size, torch.dtype]
@@ -135,15 +175,39 @@ def _files(shapes: list[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _value(
-    name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, generator: torch.Generator, *, table: bool
 ) -> Tensor:
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) < 2 or name.endswith("gamma"):
         return torch.ones(shape, dtype=dtype)
     drawn = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    fan_in = 1.0 if "embed" in name and len(shape) == 2 and "time" not in name else shape[1:].numel()
+    fan_in = 1.0 if table else shape[1:].numel()
     return (drawn * fan_in**-0.5).cpu()
+
+
+def clip_tokenizer(longest: int) -> Any:
+    """Bytes as tokens between CLIP's own two marks: any prompt has an encoding, cut after `longest` tokens."""
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    made: Any = CLIPTokenizer
+    return made(vocab={word: n for n, word in enumerate(words)}, merges=[], model_max_length=longest)
+
+
+def t5_tokenizer() -> Any:
+    """Bytes as tokens and an end, padded with another token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(["<pad>", "</s>", *alphabet])}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", pad_token="<pad>", model_max_length=512)
 
 
 def byte_tokenizer() -> Any:

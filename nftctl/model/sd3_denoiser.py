@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor, nn
@@ -71,6 +73,47 @@ class PatchEmbedding(nn.Module):
         return table[:, top : top + rows, left : left + columns].reshape(1, rows * columns, -1)
 
 
+class TailAttention(JointAttnProcessor2_0):
+    """Stock's attention over image and prompt tokens, and the same where one prompt token stands for many equal ones.
+
+    Equal prompt tokens stay equal in every block, since nothing tells their places apart. So one of them goes through
+    the linear layers, and only where it is a key it is as many as it stands for: the same sums, term by term.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        tail: int = 1,
+    ) -> Any:
+        """Of prompt tokens [B, L, width] the last stands for `tail`; returns what stock does for the tokens given."""
+        if encoder_hidden_states is None or tail == 1:
+            given: Any = hidden_states
+            return super().__call__(attn, given, encoder_hidden_states, attention_mask)
+        image, prompt = hidden_states.shape[1], encoder_hidden_states
+        q, q_prompt = self._heads(attn, attn.to_q(hidden_states)), self._heads(attn, attn.add_q_proj(prompt))
+        k, k_prompt = self._heads(attn, attn.to_k(hidden_states)), self._heads(attn, attn.add_k_proj(prompt))
+        v, v_prompt = self._heads(attn, attn.to_v(hidden_states)), self._heads(attn, attn.add_v_proj(prompt))
+        if attn.norm_q is not None:
+            q, k = attn.norm_q(q), attn.norm_k(k)
+        if attn.norm_added_q is not None:
+            q_prompt, k_prompt = attn.norm_added_q(q_prompt), attn.norm_added_k(k_prompt)
+        mixed = F.scaled_dot_product_attention(
+            torch.cat([q, q_prompt], dim=2),
+            torch.cat([k, k_prompt, k_prompt[:, :, -1:].expand(-1, -1, tail - 1, -1)], dim=2),
+            torch.cat([v, v_prompt, v_prompt[:, :, -1:].expand(-1, -1, tail - 1, -1)], dim=2),
+        )
+        mixed = mixed.transpose(1, 2).flatten(2)
+        of_image, of_prompt = mixed[:, :image], mixed[:, image:]
+        return attn.to_out[0](of_image), of_prompt if attn.context_pre_only else attn.to_add_out(of_prompt)
+
+    @staticmethod
+    def _heads(attn: Any, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+
+
 class Sd3Denoiser(Denoiser):
     """The transformer without what it does not need here. Differentiable; shares parameters with `stock`."""
 
@@ -82,8 +125,18 @@ class Sd3Denoiser(Denoiser):
         self.time_text_embed = stock.time_text_embed
         self.context_embedder = stock.context_embedder
         self.transformer_blocks = stock.transformer_blocks
+        for name, part in self.transformer_blocks.named_modules():
+            if name.endswith((".attn", ".attn2")):
+                cast(Any, part).set_processor(TailAttention())
         self.norm_out, self.proj_out = stock.norm_out, stock.proj_out
         self.forwards = 0
+
+    @property
+    def width(self) -> int:
+        return int(self.proj_out.in_features)
+
+    def tokens(self, latent_shape: tuple[int, int, int, int]) -> int:
+        return (latent_shape[2] // self.pos_embed.patch) * (latent_shape[3] // self.pos_embed.patch)
 
     def shard_units(self) -> list[nn.Module]:
         """The blocks. What is left, embedders and output layer, is small and of the same precision."""
@@ -98,9 +151,11 @@ class Sd3Denoiser(Denoiser):
         self.forwards += x.shape[0]
         hidden = self.pos_embed(x[:, :, 0])
         temb = self.time_text_embed(sigma.float() * 1000.0, prompts.pooled.to(hidden.dtype))
-        context = self.context_embedder(prompts.embeds.to(hidden.dtype))
+        last = prompts.embeds.shape[1] - prompts.tail + 1
+        context = self.context_embedder(prompts.embeds[:, :last].to(hidden.dtype))
+        attention = {"tail": prompts.tail} if prompts.tail > 1 else None
         for block in self.transformer_blocks:
-            context, hidden = self.run(block, hidden, context, temb)
+            context, hidden = self.run(block, hidden, context, temb, attention)
         return self._unpatchify(self.proj_out(self.norm_out(hidden, temb)), x.shape).float()
 
     def _check(self, x: Tensor, sigma: Tensor, prompts: PromptEmbeds) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
 from nftctl.model.remembered import CACHE_BYTES, RememberingEncoder
+from nftctl.model.replayed import replay
 from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
 from nftctl.model.weights import load_component
 from nftctl.tensorfile import TRANSFORMERS_STEM, weight_files
@@ -29,10 +30,14 @@ T5_TOKENS = 256
 
 @dataclass(frozen=True, eq=False)
 class PromptEmbeds(Conditioning):
-    """What the transformer reads of prompts: embeds [B, L, width] and pooled [B, pooled width]."""
+    """What the transformer reads of prompts: embeds [B, L, width] and pooled [B, pooled width].
+
+    tail   how many of the last tokens are known to be equal, in every row: the zeros in place of a missing T5, or 1
+    """
 
     embeds: Tensor
     pooled: Tensor
+    tail: int = 1
 
     @property
     def rows(self) -> int:
@@ -44,7 +49,8 @@ class PromptEmbeds(Conditioning):
 
     @classmethod
     def batch(cls, parts: Sequence[Self]) -> Self:
-        return cls(torch.cat([part.embeds for part in parts]), torch.cat([part.pooled for part in parts]))
+        embeds, pooled = torch.cat([part.embeds for part in parts]), torch.cat([part.pooled for part in parts])
+        return cls(embeds, pooled, min(part.tail for part in parts))
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,9 @@ class Sd3PromptEncoder(RememberingEncoder[str, PromptEmbeds]):
         self.parts = parts
         for module in parts.encoders():
             module.requires_grad_(False).eval()
+        if home == "resident":
+            # Prompts run one at a time: the pipeline copies what an encoder returns before it runs the next.
+            replay(parts.encoders(), device)
         t5, t5_tokenizer = parts.t5 or (None, None)
         pipeline: Any = StableDiffusion3Pipeline
         # Of the transformer it reads one number, the width of the zeros that stand in for a missing T5.
@@ -99,7 +108,7 @@ class Sd3PromptEncoder(RememberingEncoder[str, PromptEmbeds]):
             prompt=[prompt], prompt_2=None, prompt_3=None, device=self.device, do_classifier_free_guidance=False,
             max_sequence_length=T5_TOKENS,
         )  # fmt: skip
-        return PromptEmbeds(embeds, pooled)
+        return PromptEmbeds(embeds, pooled, tail=1 if self.parts.t5 else T5_TOKENS)
 
 
 def _residence(home: str, parts: TextParts, device: torch.device) -> Residence:

@@ -1,8 +1,9 @@
 """FSDP2 over the denoiser: every base parameter a DTensor over all ranks, the adapters replicated beside it in float32.
 
 Owns the memory policy of the gathered weights, the count of all-gathers, and the one gradient reduction of a step.
-`gather-once` keeps the base whole between `gather` and `release`; `reshard` gathers each unit where it runs. Prompt
-encoder and decoder stay outside. Every rank has to make the same calls in the same order.
+`gather-once` keeps the base whole between `gather` and `release`; `reshard` gathers each unit where it runs;
+`replicate-base` shards nothing. Prompt encoder and decoder stay outside. Every rank has to make the same calls in the
+same order. A base that is trained cannot be replicated, and that is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nftctl.model.family import Denoiser
 
-Policy = Literal["gather-once", "reshard"]
+Policy = Literal["gather-once", "reshard", "replicate-base"]
 
 # Of a GPU's free memory, what the gathered base may take under `auto`; activations and the decoder get the rest.
 GATHERED_SHARE = 0.5
@@ -49,17 +50,23 @@ class CountedAllGather:
 
 @dataclass
 class Sharding:
-    """How a denoiser is sharded: the memory policy, its parameter groups in forward order (root last), the counter."""
+    """How a denoiser is sharded: the memory policy, its parameter groups in forward order (root last), the counter.
+
+    frozen   nothing but adapters is trained, so gathered weights never grow stale
+    whole    frozen weights are whole on this rank, and forwards need no hooks
+    """
 
     policy: Policy
     units: list[FSDPModule]
     all_gather: CountedAllGather
+    frozen: bool
+    whole: bool = False
 
 
 def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> None:
     """Shard the base over `mesh` in place, unit by unit, moving each unit to the mesh's device as it is cut.
 
-    `policy` is `auto`, `gather-once` or `reshard`. Adapters have to be there already; they stay whole on every rank.
+    `policy` is that of `model.shard`. Adapters have to be there already; they stay whole on every rank.
     `compute` is the precision that weights are gathered in where it is not that of the shards; their gradients come
     back in float32, the mean over the ranks.
     """
@@ -67,11 +74,19 @@ def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: t
         raise ValueError("the denoiser is sharded already")
     chosen = choose_policy(denoiser, mesh, policy, compute)
     adapters = {p for name, p in denoiser.named_parameters() if "lora_" in name}
+    frozen = not any(p.requires_grad for p in denoiser.parameters() if p not in adapters)
     device = _device(mesh)
     for parameter in adapters:
         # FSDP neither shards nor moves what it ignores.
         parameter.data = parameter.data.to(device)
     all_gather = CountedAllGather()
+    if chosen == "replicate-base":
+        if not frozen:
+            raise ValueError("weights that are trained cannot be replicated: every rank would step on its own")
+        # What is still to be read is on the meta device, and goes to its place when it is.
+        denoiser._apply(lambda t: t if t.is_meta else t.to(device))
+        denoiser.sharding = Sharding(chosen, [], all_gather, frozen, whole=True)
+        return
     exempt = {denoiser.get_submodule(name) for name in denoiser.fp32_modules}
     units = [
         fully_shard(
@@ -86,7 +101,7 @@ def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: t
     for unit in units:
         unit.set_custom_all_gather(cast(Any, all_gather))
         unit.set_reshard_after_backward(chosen == "reshard", recurse=False)
-    denoiser.sharding = Sharding(chosen, units, all_gather)
+    denoiser.sharding = Sharding(chosen, units, all_gather, frozen)
     _refuse_whole_parameters(denoiser, adapters)
 
 
@@ -97,10 +112,10 @@ def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
 
 def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> Policy:
     """Resolve `auto`: `gather-once` where the gathered base fits on the fullest GPU of the mesh. Collective on GPUs."""
-    if policy in ("gather-once", "reshard"):
+    if policy in ("gather-once", "reshard", "replicate-base"):
         return cast(Policy, policy)
     if policy != "auto":
-        raise ValueError(f"shard policy must be auto, gather-once or reshard, got {policy!r}")
+        raise ValueError(f"shard policy must be auto, gather-once, reshard or replicate-base, got {policy!r}")
     if mesh.device_type != "cuda":
         return "gather-once"
     here = sum(p.nbytes for p in denoiser.parameters() if p.is_cuda)
@@ -122,16 +137,31 @@ def _refuse_whole_parameters(denoiser: nn.Module, adapters: set[nn.Parameter]) -
 
 def gather(denoiser: Denoiser) -> None:
     """Make the base whole on this rank until `release`. Collective; does nothing when whole, unsharded or `reshard`."""
-    if denoiser.sharding is not None and denoiser.sharding.policy == "gather-once":
-        for unit in denoiser.sharding.units:
+    sharding = denoiser.sharding
+    if sharding is not None and sharding.policy == "gather-once" and not sharding.whole:
+        for unit in sharding.units:
             unit.unshard()
+        sharding.whole = sharding.frozen
 
 
 def release(denoiser: Denoiser) -> None:
     """Free the gathered base; the shards remain. Local; forwards afterwards gather on their own and keep the result."""
-    if denoiser.sharding is not None:
-        for unit in denoiser.sharding.units:
+    sharding = denoiser.sharding
+    if sharding is not None:
+        for unit in sharding.units:
             unit.reshard()
+        sharding.whole = sharding.policy == "replicate-base"
+
+
+def is_frozen(denoiser: Denoiser) -> bool:
+    """Whether the base of a sharded denoiser never moves."""
+    return denoiser.sharding is not None and denoiser.sharding.frozen
+
+
+def end_step(denoiser: Denoiser) -> None:
+    """Free what a step gathered, unless it is frozen: the next step would gather the same bits into the same room."""
+    if denoiser.sharding is not None and not denoiser.sharding.frozen:
+        release(denoiser)
 
 
 def gathers(denoiser: Denoiser) -> int:
@@ -155,5 +185,6 @@ def reduce_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup | 
     bucket = torch.cat([grad.float().flatten() for grad in grads])
     dist.all_reduce(bucket, group=group)
     bucket /= dist.get_world_size(group)
-    for grad, mean in zip(grads, torch.split(bucket, [g.numel() for g in grads]), strict=True):
-        grad.copy_(mean.view_as(grad))
+    for parameter, mean in zip(held, torch.split(bucket, [g.numel() for g in grads]), strict=True):
+        # In float32 they stay where they were reduced: a copy for every tensor would cost more than the sum.
+        parameter.grad = mean.view_as(parameter).to(parameter.dtype)

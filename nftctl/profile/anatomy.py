@@ -35,6 +35,8 @@ class Anatomy:
     """The same in words, with the number of prompts at {}."""
     tokens: int
     """Image tokens of a sample."""
+    width: int
+    """Numbers of a token."""
     layers: int
     """Layers that keep activations."""
     latent: int

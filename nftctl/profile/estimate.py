@@ -16,6 +16,7 @@ from nftctl.profile import estimate_cosmos3, estimate_sd3
 from nftctl.profile.adapter import Modules, adapted, adapter_numbers, denoiser_modules
 from nftctl.profile.anatomy import ITEM_BYTES, Anatomy, tensor_bytes
 from nftctl.profile.artifacts import Base, Weights, local, pixels_per_latent, read_object, read_weights
+from nftctl.profile.batches import rollout_rows
 from nftctl.profile.schema import Model, Profile
 from nftctl.profile.t2i import T2iProfile
 
@@ -23,7 +24,7 @@ PROMPT_CACHE_BYTES = 4 << 30
 """Most that a rank keeps of encoded prompts."""
 NOT_COUNTED = "CUDA context, NCCL buffers, allocator fragmentation, and the batches of evaluations and grids"
 
-_SOLVER_LATENTS = 6  # UniPC of order 2: state, two outputs, and what one step computes
+_SOLVER_LATENTS = 4  # besides every velocity: noise, state, and both branches of what one step computes
 _DECODED_MAPS = 4  # of the widest full-size layer of a VAE that are alive at once, about
 _WAN_TILE = 256  # pixels a side
 
@@ -114,12 +115,13 @@ def estimate(
         (
             *_shards(profile, size),
             _gathered(profile, size),
+            *_fp8(profile, size),
             _prompt_encoder(profile, size),
             _prompt_cache(profile, size, prompts),
             *_trained(profile, size, adapter_numbers(modules, profile.model.lora.rank)),
             _activations(profile, size, modules),
             _latents(profile, size),
-            *_decode(profile, decoder),
+            *_decode(profile, decoder, rollout_rows(profile, size.tokens, size.width)),
         )
     )
 
@@ -144,10 +146,15 @@ def _trained(profile: Profile, size: Anatomy, numbers: int) -> Iterator[Part]:
     yield Part("LoRA", len(names) * 4 * numbers, "always", how)
     yield Part("gradients", 2 * 4 * numbers, "training", "float32, and the flat bucket that is reduced over the ranks")
     yield Part("optimizer", 2 * 4 * numbers, "always", "two float32 moments of AdamW")
+    if profile.model.dtype != "float32":
+        item, how = ITEM_BYTES[profile.model.dtype], f"the active adapter in {profile.model.dtype}"
+        yield Part("cast LoRA", item * numbers, "rollout and training", how)
 
 
 def _shards(profile: Profile, size: Anatomy) -> Iterator[Part]:
     rl, cut = profile.rl, f"each tensor cut over {profile.ranks} ranks"
+    if profile.model.shard == "replicate-base":
+        return
     if profile.model.train == "lora":
         yield Part("base shard", _sharded(profile, size), "always", f"the denoiser, {cut}")
         return
@@ -179,14 +186,23 @@ def _gathered(profile: Profile, size: Anatomy) -> Part:
     if model.shard == "reshard":
         how = "the two largest units: one computes, the next is gathered"
         return Part("gathered base", sum(units[:2]), when, how, True)
+    if model.shard == "replicate-base":
+        return Part("gathered base", sum(units), "always", "the whole denoiser, not sharded")
     how = (
         f"the whole denoiser, {model.dtype}, kept through the step"
         if model.train == "full"
-        else ("the whole denoiser, kept through the step")
+        else ("the whole denoiser, kept from step to step")
     )
     if model.shard == "auto":
         how += "; where it takes over half of a GPU's free memory, auto gathers layer by layer instead"
     return Part("gathered base", sum(units), when, how)
+
+
+def _fp8(profile: Profile, size: Anatomy) -> Iterator[Part]:
+    if profile.rl.rollout_precision == "fp8":
+        inside = [shape for name, shape in size.denoiser.items() if size.layer.match(name)]
+        held = sum(math.prod(shape) for shape in inside if len(shape) == 2)
+        yield Part("FP8 weights", held, "always", "the layers' matrices once more, a byte a number", True)
 
 
 def _encodes_at(profile: Profile) -> When:
@@ -208,13 +224,14 @@ def _prompt_encoder(profile: Profile, size: Anatomy) -> Part:
 def _prompt_cache(profile: Profile, size: Anatomy, prompts: Sequence[str]) -> Part:
     kept = sum(map(size.prompt, set(prompts)))
     longest = max(map(size.prompt, prompts), default=0)
-    batched = longest * max(_rollout_rows(profile), _training_rows(profile))
+    batched = longest * max(_rollout_rows(profile, size), _training_rows(profile))
     how = size.prompt_how.format(len(set(prompts)))
     return Part("prompt cache", min(kept, PROMPT_CACHE_BYTES) + batched, "always", how, True)
 
 
-def _rollout_rows(profile: Profile) -> int:
-    rows = min(profile.model.rollout_micro_batch or profile.data.rows_per_step, profile.data.rows_per_step)
+def _rollout_rows(profile: Profile, size: Anatomy) -> int:
+    """Rows of the denoiser at once, all guidance branches."""
+    rows = rollout_rows(profile, size.tokens, size.width)
     return rows if profile.rl.guidance in (0, 1) else 2 * rows
 
 
@@ -226,7 +243,7 @@ def _training_rows(profile: Profile) -> int:
 def _activations(profile: Profile, size: Anatomy, modules: Modules) -> Part:
     saved = size.saved(None if profile.model.train == "full" else modules)
     training = _training_rows(profile) * (saved + size.working)
-    held = max(training, _rollout_rows(profile) * size.working)
+    held = max(training, _rollout_rows(profile, size) * size.working)
     what = (
         "inputs of {} layers kept for the backward, one run again"
         if profile.model.gradient_checkpointing
@@ -240,17 +257,14 @@ def _latents(profile: Profile, size: Anatomy) -> Part:
     rl, rows = profile.rl, profile.data.rows_per_step
     per_update = 2 + rl.old.build_old + (rl.kl_beta > 0)
     stacked = rows * rl.timesteps_per_sample * (1 + rl.updates_per_rollout * per_update)
-    count = rows + stacked + _SOLVER_LATENTS * _rollout_rows(profile)
-    how = "float32: samples, noise, noisy latents and anchor velocities of a step, and the solver's state"
+    solver = (rl.sample_steps + _SOLVER_LATENTS) * rollout_rows(profile, size.tokens, size.width)
+    count = rows + stacked + solver
+    how = "float32: samples, noise, noisy latents and anchor velocities of a step, and a rollout's velocities"
     return Part("latents", 4 * size.latent * count, "always", how, True)
 
 
-def _decode(profile: Profile, decoder: Decoder) -> Iterator[Part]:
-    model = profile.model
-    item, rows = (
-        ITEM_BYTES[model.decode_dtype],
-        min(model.rollout_micro_batch or profile.data.rows_per_step, profile.data.rows_per_step),
-    )
+def _decode(profile: Profile, decoder: Decoder, rows: int) -> Iterator[Part]:
+    model, item = profile.model, ITEM_BYTES[profile.model.decode_dtype]
     pixels = rows * model.height * model.width
     at_once = pixels // rows if model.decode_slicing else pixels
     if model.decode_tiling:

@@ -96,6 +96,7 @@ def anatomy(profile: Profile, base: Base, weights: Weights, scale: int, prompts:
         prompt=lambda text: per_token * prompt_tokens(profile, text),
         prompt_how="keys and values of {} prompts, at most 4 GiB, and one padded batch; 3 bytes a token",
         tokens=size.tokens,
+        width=size.hidden,
         layers=size.layers,
         latent=size.latent,
         saved=lambda modules: saved_activations(
@@ -128,13 +129,13 @@ def prompt_tokens(profile: Profile, text: str) -> int:
 def saved_activations(
     size: Geometry, modules: Modules | None, rank: int, item: int, prompt: int, *, checkpointing: bool = False
 ) -> int:
-    """Bytes that autograd keeps of one sample: frozen layers of `item` bytes a number, adapters in float32.
+    """Bytes that autograd keeps of one sample, layers and adapters of `item` bytes a number.
 
     Without `modules` all weights are trained: every linear layer keeps its input, and every norm what it scales.
     With `checkpointing` that is one layer's share, while the backward is in it, and every layer's input.
     `prompt` is the number of prompt tokens. Derived from the layers' own operations: a norm keeps its input (and a
     float32 copy of a bfloat16 one), attention its queries, keys, values and output, the MLP three inner products, and
-    an adapter its input in float32 and its inner product.
+    an adapter its input and its inner product.
     """
     norm = item + (4 if item == 2 else 0)
     layer = size.tokens * (2 * size.hidden + size.queries + size.keys) * norm
@@ -158,13 +159,11 @@ def saved_activations(
 
 def _adapter_inputs(size: Geometry, modules: Modules, rank: int, item: int) -> int:
     """Bytes per token, over all layers, of what adapters keep, and of the attention's output, which one may share."""
-    kept = 4 * rank * len(modules)
     outputs = sum(name.endswith(".to_add_out") for name in modules)
-    if item == 2:  # each adapter casts for itself
-        return kept + sum(4 * into for _, into in modules.values()) + size.layers * size.queries * item
-    # In float32 nothing is cast, so modules that read the same tensor share it.
+    # Modules that read the same tensor share it.
     read = {(name.rpartition(".")[0], _source(name)): into for name, (_, into) in modules.items()}
-    return kept + sum(4 * into for into in read.values()) + (size.layers - outputs) * size.queries * item
+    kept = rank * len(modules) + sum(read.values()) + (size.layers - outputs) * size.queries
+    return kept * item
 
 
 def _source(name: str) -> str:

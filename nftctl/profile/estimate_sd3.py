@@ -90,6 +90,7 @@ def anatomy(
         prompt=lambda text: per_prompt,
         prompt_how="embeddings of {} prompts, at most 4 GiB, and one batch; all are of one length",
         tokens=size.image,
+        width=size.hidden,
         layers=size.layers,
         latent=size.latent,
         saved=lambda modules: saved_activations(size, modules, rank, item, checkpointing=model.gradient_checkpointing),
@@ -113,14 +114,14 @@ def _encoder_bytes(base: Base, folder: str, dtype: str) -> int:
 def saved_activations(
     size: Geometry, modules: Modules | None, rank: int, item: int, *, checkpointing: bool = False
 ) -> int:
-    """Bytes that autograd keeps of one sample: frozen layers of `item` bytes a number, adapters in float32.
+    """Bytes that autograd keeps of one sample, layers and adapters of `item` bytes a number.
 
     Without `modules` all weights are trained: every linear layer keeps its input, and every product with a modulation
     or a norm's scale keeps what is scaled.
     With `checkpointing` that is one layer's share, while the backward is in it, and every layer's input.
     Derived from a block's own operations: a norm keeps its input, attention its queries, keys, values and output,
     a GELU its input, a norm of queries or keys its input (and a float32 copy of a bfloat16 one), and an adapter its
-    input in float32 and its inner product.
+    input and its inner product.
     """
     both = size.image + size.prompt
     stream = 2 * (size.hidden * item + 2 * 4) + size.inner * item  # two norms and a GELU, per token
@@ -151,18 +152,14 @@ def _whole_inputs(size: Geometry) -> int:
 
 
 def _adapter_inputs(size: Geometry, modules: Modules, rank: int, item: int) -> int:
-    kept = 0
+    low = 0
     read: dict[tuple[str, str], int] = {}
     for name, (_, into) in modules.items():
         tokens = size.prompt if _of_prompt(name) else size.image
-        kept += 4 * rank * tokens
-        if item == 2:  # each adapter casts for itself
-            kept += 4 * into * tokens
-        else:
-            # In float32 nothing is cast, so modules that read the same tensor share it. What attention leaves is cut
-            # into its two streams, which copies it.
-            read[name.rpartition(".")[0], _source(name)] = 4 * into * tokens
-    return kept + sum(read.values())
+        low += rank * tokens
+        # Modules that read the same tensor share it. What attention leaves is cut in two streams, which copies it.
+        read[name.rpartition(".")[0], _source(name)] = into * tokens
+    return (low + sum(read.values())) * item
 
 
 def _of_prompt(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from nftctl.errors import RewardFailed
-from nftctl.reward.images import JPEG_QUALITY, BadImage, Encoding, Image, decode_image, encode_image
+from nftctl.reward.images import JPEG_QUALITY, BadImage, Encoding, Image, decode_image, encode_image, side_by_side
 
 PROTOCOL = "nftctl-reward/1"
 MAX_KEY = 200
@@ -94,7 +94,8 @@ def encode_request(
 ) -> bytes:
     """Body of `POST /v1/score`; equal arguments give equal bytes, as a repeated key requires. Raises RewardFailed."""
     _refuse_repeated([item.id for item in items])
-    entries = [_item_out(item, encoding, quality) for item in items]
+    pixels = sum(item.image.size for item in items) // 3
+    entries = side_by_side(lambda item: _item_out(item, encoding, quality), items, pixels)
     return orjson.dumps({"request_id": check_key(key), "revision": revision, "items": entries})
 
 
@@ -121,7 +122,8 @@ def _request_in(body: bytes, max_items: int) -> Request:
     if len(entries) > max_items:
         text = f"{len(entries)} items in one request; this service takes at most {max_items}"
         raise RequestRefused(413, "too-many-items", text)
-    items = [_item_in(entry, n) for n, entry in enumerate(entries)]
+    # As many bytes on the wire are about as many pixels.
+    items = side_by_side(lambda numbered: _item_in(numbered[1], numbered[0]), list(enumerate(entries)), len(body))
     _refuse_repeated([item.id for item in items])
     return Request(key, revision, items)
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.model import adapters, compiled, shard
+from nftctl.model import adapters, compiled, fp8, shard
 from nftctl.model.copies import FullCopies, copies_of
-from nftctl.model.family import Family, PromptEncoder
+from nftctl.model.family import Denoiser, Family, PromptEncoder
 from nftctl.model.registry import load_family
 from nftctl.profile.prompts import read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
@@ -63,8 +63,8 @@ class Roles:
     lora_targets: Sequence[str]
 
     def release(self) -> None:
-        """Give the gathered base back."""
-        shard.release(self.family.denoiser)
+        """Give the gathered base back where it is trained; one that is frozen stays for the next step."""
+        shard.end_step(self.family.denoiser)
 
     def facts(self) -> dict[str, Any]:
         """Counts for the log."""
@@ -96,7 +96,7 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         unread=True,
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    _prepare_copies(family, profile, mesh, device)
+    lowered = _prepare_copies(family, profile, mesh, device)
     data = DataRole(
         read_prompts(spec.prompt_path),
         rows_per_step=profile.data.rows_per_step,
@@ -107,7 +107,7 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
     return Roles(
         family=family,
         data=data,
-        rollout=RolloutRole(family, profile, rank=rank, device=device),
+        rollout=RolloutRole(family, profile, rank=rank, device=device, lowered=lowered),
         reward=RewardRole(profile.reward, spec.endpoints, key=spec.request_key, rank=rank),
         replay=ReplayRole(profile, spec.component_names, control),
         policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
@@ -139,8 +139,11 @@ def _refuse_unreadable(encoder: PromptEncoder, profile: Profile, training: Path)
         raise ProfileRefused(findings)
 
 
-def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: torch.device) -> None:
-    """Set up what is trained, shard the denoiser, and read its weights, each rank its own rows."""
+def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: torch.device) -> fp8.Fp8Rollout | None:
+    """Set up what is trained, shard the denoiser, and read its weights, each rank its own rows.
+
+    Returns the FP8 side of the denoiser where rollouts want it.
+    """
     denoiser, model, rl = family.denoiser, profile.model, profile.rl
     full = model.train == "full"
     if full:
@@ -150,7 +153,17 @@ def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: 
     shard.shard_denoiser(denoiser, mesh, model.shard, compute=getattr(torch, model.dtype) if full else None)
     if family.stored is not None:
         family.stored.fill(denoiser, device)
+    lowered = _lowered(denoiser, device) if rl.rollout_precision == "fp8" else None
     if compiled.wanted(model, device=device, deterministic=profile.job.deterministic):
         compiled.compile_layers(denoiser)
     if full:
         denoiser.copies = FullCopies(denoiser, old=rl.old.build_old, reference=rl.kl_beta > 0, ema=rl.ema_decay > 0)
+    return lowered
+
+
+def _lowered(denoiser: Denoiser, device: torch.device) -> fp8.Fp8Rollout:
+    if denoiser.sharding is not None and denoiser.sharding.policy == "reshard":
+        message = 'model.shard = "auto" found no room to gather the base, and FP8 quantises weights that are whole'
+        help = "take more ranks, free memory, or set rl.rollout_precision to base"
+        raise ProfileRefused([Finding("fp8-not-whole", "rl.rollout_precision", message, help=help)])
+    return fp8.Fp8Rollout(denoiser, device)

@@ -28,7 +28,8 @@ from nftctl.run.state import RunState
 class Pairs:
     """The (sample, timestep) pairs of one optimizer step on this rank, sample by sample.
 
-    Tensors are [rows * T, ...] on the device; v_old and v_ref are None where the plan needs no such forward.
+    Tensors are [rows * T, ...] on the device; v_old and v_ref are None where the plan needs no such forward. `v`, with
+    its graph, is there where the policy's forward was made before the rewards were.
     """
 
     plan: ForwardPlan
@@ -38,6 +39,7 @@ class Pairs:
     x_t: Tensor
     v_old: Tensor | None = None
     v_ref: Tensor | None = None
+    v: Tensor | None = None
 
 
 class PolicyRole:
@@ -74,7 +76,11 @@ class PolicyRole:
     # -- before the rewards are there ---------------------------------------------------------------------------
 
     def prepare(self, trajectories: Sequence[Trajectory], state: RunState) -> None:
-        """Draw t and eps of every optimizer step of this rollout, and run the old and reference forwards it needs."""
+        """Draw t and eps of every optimizer step of this rollout, and run the forwards that need no reward.
+
+        These are old's and the reference's, and the policy's of the first optimizer step where all its pairs are one
+        micro-batch: a reward weighs what the backward starts from, and nothing before it.
+        """
         rl = self._rl
         self._order = {t.row.number: i for i, t in enumerate(trajectories)}
         self._conditions = [t.conditioning for t in trajectories for _ in range(rl.timesteps_per_sample)]
@@ -85,6 +91,10 @@ class PolicyRole:
                 pairs.v_old = self._velocities(pairs, "old")
             if pairs.plan.reference:
                 pairs.v_ref = self._velocities(pairs, "reference")
+        first = self._prepared[0]
+        if self._micro_batch is None or len(first.t) <= self._micro_batch:
+            with self.copies.use("policy"):
+                first.v = self._velocity(first, list(range(len(first.t))))
 
     def _plan(self, state: RunState, update: int) -> ForwardPlan:
         return plan_forwards(
@@ -126,7 +136,7 @@ class PolicyRole:
 
     def _velocity(self, pairs: Pairs, part: list[int]) -> Tensor:
         batch = self._family.batch([self._conditions[i] for i in part])
-        v: Tensor = self._family.denoiser(pairs.x_t[part], pairs.t[part], batch)
+        v: Tensor = self._family.denoiser(_rows(pairs.x_t, part), _rows(pairs.t, part), batch)
         return v
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
@@ -163,7 +173,7 @@ class PolicyRole:
         return row, state
 
     def _planned(self, plans: Sequence[ForwardPlan], kept_rows: int) -> int:
-        """Denoiser rows this step must cost this rank. Old and reference ran before anyone knew what would be kept."""
+        """Denoiser rows this step must cost this rank. Some ran before anyone knew what would be kept."""
         rl = self._rl
         count = expected_forwards(
             plans,
@@ -173,7 +183,7 @@ class PolicyRole:
             guidance=rl.guidance,
             timesteps=rl.timesteps_per_sample,
         )
-        early = sum(plan.old + plan.reference for plan in plans)
+        early = sum(plan.old + plan.reference for plan in plans) + (self._prepared[0].v is not None)
         return count.total + early * rl.timesteps_per_sample * (self._rows - kept_rows)
 
     def _select(self, kept: Sequence[Trajectory]) -> tuple[list[int], Tensor]:
@@ -189,12 +199,12 @@ class PolicyRole:
         with self.copies.use("policy"):
             for part in self._chunks(indices):
                 terms = objective.nft_terms(
-                    self._velocity(pairs, part),
-                    None if pairs.v_old is None else pairs.v_old[part],
-                    None if pairs.v_ref is None else pairs.v_ref[part],
-                    pairs.x0[part],
-                    pairs.eps[part],
-                    pairs.t[part],
+                    self._velocity(pairs, part) if pairs.v is None else _rows(pairs.v, part),
+                    None if pairs.v_old is None else _rows(pairs.v_old, part),
+                    None if pairs.v_ref is None else _rows(pairs.v_ref, part),
+                    _rows(pairs.x0, part),
+                    _rows(pairs.eps, part),
+                    _rows(pairs.t, part),
                     r[done : done + len(part)],
                     beta=self._rl.beta,
                     kl_beta=self._rl.kl_beta,
@@ -275,3 +285,8 @@ class PolicyRole:
     def skip_forwards(self) -> None:
         """Leave the forwards made so far (an evaluation's) out of the next step's count."""
         self._forwards_before = self._family.denoiser.forwards
+
+
+def _rows(values: Tensor, part: list[int]) -> Tensor:
+    """The rows of a part; all of them, in order, without a copy, and without a wait for the device to be told which."""
+    return values if part == list(range(len(values))) else values[part]

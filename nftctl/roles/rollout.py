@@ -1,12 +1,14 @@
 """Sampling: noise by the seed clock, UniPC with native guidance, decode; in micro-batches handed on as they are ready.
 
-Samples come from the moving old policy (or the policy when there is none); evaluation names the weights it wants.
+Samples come from the moving old policy (or the policy when there is none), in FP8 where the profile says so; evaluation
+names the weights it wants, and has them in the base's precision.
 Prompts are encoded before the first micro-batch, so that the encoder may be gone while the base is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -15,6 +17,8 @@ from nftctl.errors import TrainingFailed
 from nftctl.model import shard
 from nftctl.model.copies import copies_of
 from nftctl.model.family import Conditioning, Family
+from nftctl.model.fp8 import Fp8Rollout
+from nftctl.profile.batches import rollout_rows
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Sampling, SourceRow, Trajectory, Weights
 
@@ -22,13 +26,17 @@ from nftctl.roles.trajectory import Sampling, SourceRow, Trajectory, Weights
 class RolloutRole:
     """Makes this rank's samples."""
 
-    def __init__(self, family: Family, profile: Profile, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, family: Family, profile: Profile, *, rank: int, device: torch.device, lowered: Fp8Rollout | None = None
+    ) -> None:
         self._family = family
+        self._lowered = lowered
         self._copies = copies_of(family.denoiser)
         self._rl = profile.rl
         self._rank = rank
         self._device = device
-        self._micro_batch = profile.model.rollout_micro_batch
+        denoiser = family.denoiser
+        self._micro_batch = rollout_rows(profile, denoiser.tokens(family.latent_shape), denoiser.width)
         self._visiting = profile.model.prompt_encoder != "resident"
         self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
 
@@ -43,7 +51,7 @@ class RolloutRole:
         """One sample per row; `decoded` receives each micro-batch as soon as its images exist."""
         done: list[Trajectory] = []
         conditions, negative = self.encode([row.prompt.text for row in rows], self._sampling)
-        size = self._micro_batch or len(rows)
+        size = self._micro_batch
         for start in range(0, len(rows), size):
             now = slice(start, start + size)
             part = self._micro(rows[now], conditions[now], negative, optimizer_steps)
@@ -76,7 +84,7 @@ class RolloutRole:
         ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
         noise = draws.rollout_noise(self._family.latent_shape, seed=self._rl.seed, ticks=ticks, rank=self._rank)
         try:
-            x0, images = self.denoise(conditions, negative, noise, self._sampling, self.weights)
+            x0, images = self.denoise(conditions, negative, noise, self._sampling, self.weights, self._lowered)
         except TrainingFailed as error:
             named = ", ".join(f"{row.number} ({row.prompt.reward_text[:60]})" for row in rows)
             raise TrainingFailed(
@@ -97,10 +105,12 @@ class RolloutRole:
         noise: torch.Tensor,
         how: Sampling,
         weights: Weights,
+        lowered: Fp8Rollout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3] for one condition and one noise per sample.
 
-        `negative` is what guidance sets against all of them; None where guidance is 1.
+        `negative` is what guidance sets against all of them; None where guidance is 1. `lowered` lets the denoiser
+        multiply in FP8.
         """
         family = self._family
         against = None if negative is None else family.batch([negative] * len(conditions))
@@ -110,14 +120,16 @@ class RolloutRole:
         clamp = (-1.0, 1.0) if family.clamp_x0 else None
         with self._copies.use(weights):
             shard.gather(family.denoiser)
-            x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
+            precision: AbstractContextManager[None] = nullcontext() if lowered is None else lowered.use()
+            with precision:
+                x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
         return x0, family.decoder.decode(x0).cpu()
 
     def sample_fixed(
         self, prompts: Sequence[str], keys: Sequence[tuple[int | str, ...]], how: Sampling, weights: Weights
     ) -> Iterator[torch.Tensor]:
         """Images [T, H, W, 3] of fixed (prompt, noise key) pairs: evaluation and sample grids."""
-        size = max(self._micro_batch or 0, 16)
+        size = max(self._micro_batch, 16)
         for start in range(0, len(prompts), size):
             conditions, negative = self.encode(prompts[start : start + size], how, ahead=prompts[start + size :])
             noise = torch.stack([draws.normal(self._family.latent_shape, *key) for key in keys[start : start + size]])

@@ -12,17 +12,27 @@ from typing import Any
 
 import orjson
 
+_HARMLESS = frozenset({str, int, bool, type(None)})
+
 
 def refuse_non_finite(value: object, where: str = "value") -> None:
     """Raise ValueError, with the dotted place, if a number anywhere inside `value` is NaN or infinite."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}: only finite numbers can be written")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         for key, item in value.items():
-            refuse_non_finite(item, f"{where}.{key}")
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            if not _is_harmless(item):
+                refuse_non_finite(item, f"{where}.{key}")
+    elif isinstance(value, list | Sequence) and not isinstance(value, str | bytes):
         for index, item in enumerate(value):
-            refuse_non_finite(item, f"{where}[{index}]")
+            if not _is_harmless(item):
+                refuse_non_finite(item, f"{where}[{index}]")
+
+
+def _is_harmless(item: object) -> bool:
+    """Most are, and this is asked of thousands at every save."""
+    kind = type(item)
+    return kind in _HARMLESS or (kind is float and math.isfinite(item))  # type: ignore[arg-type]
 
 
 def canonical_bytes(value: object) -> bytes:

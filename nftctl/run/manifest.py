@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     if problems:
         raise CheckpointUnusable(f"the checkpoint written to {folder} is not whole: {in_words(problems)}")
     sync_tree(folder)
-    document = asdict(manifest)
+    document = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
     atomic_write(folder / MANIFEST_NAME, pretty_bytes(document | {"digest": digest(document)}))
 
 
@@ -270,10 +270,8 @@ def _tensor_problems(folder: Path, manifest: Manifest) -> list[str]:
     names = [entry["name"] for entry in manifest.files if entry["name"].endswith(".safetensors")]
     paths = [path for name in names if (path := folder / name).is_file() and not path.is_symlink()]
     problems = compare_tensors(paths, manifest.tensors, root=folder)
-    stateless = [
-        entry for entry in manifest.optimizer_entries
-        if entry not in manifest.tensors and not any(t.startswith(f"optim.{entry}.") for t in manifest.tensors)
-    ]  # fmt: skip
+    held = {name.removeprefix("optim.").rpartition(".")[0] for name in manifest.tensors if name.startswith("optim.")}
+    stateless = [name for name in manifest.optimizer_entries if name not in manifest.tensors and name not in held]
     return problems + [f"optimizer entry {entry}: no tensor holds it" for entry in stateless]
 
 

@@ -61,6 +61,21 @@ SURFACE = {
         ["CHECKPOINT"],
     ),
     "convert": (["--config", "--json", "--like", "--strip-prefix"], ["SRC", "DST"]),
+    "bench": (
+        [
+            "--compare",
+            "--json",
+            "--output",
+            "--quiet",
+            "--ranks",
+            "--set",
+            "--steps",
+            "--warm",
+            "--write-base",
+            "-q",
+        ],
+        ["PROFILE"],
+    ),
 }
 """Command -> options and arguments; every command has -h and --help besides."""
 
@@ -172,6 +187,10 @@ def test_nothing_is_accepted_after_a_double_dash(tmp_path: Path, arguments: tupl
         (("export", "x", "y"), "--to", "try: nftctl export --help"),
         (("export", "", "y", "--to", "lora"), "the name of the checkpoint is empty", "help: give a run's name"),
         (("convert", "nowhere", "y"), "nowhere is not a folder", ""),
+        (("bench", "--compare", "peers"), "--compare knows naive alone", "help: --compare naive"),
+        (("bench", "--write-base", "nano", "y"), "no shape 'nano' of a base", "help: shapes: cosmos3-nano"),
+        (("bench", "x.toml", "--write-base", "cosmos3-tiny", "y"), "--write-base takes no PROFILE", ""),
+        (("bench", "--ranks", "0"), "--ranks", "try: nftctl bench --help"),
         (("--json", "validate"), "--json belongs to --version", "nftctl validate --json"),
     ],
 )
@@ -203,6 +222,7 @@ KEYS = {
     ("export", "nowhere", "out", "--to", "lora"): ["error"],
     ("sample", "nowhere"): ["error"],
     ("convert", "nowhere", "out"): ["error"],
+    ("bench", "--set", "nonsense"): ["error"],
 }
 """Command line -> keys of its JSON object besides those of every object; none of these writes anything."""
 

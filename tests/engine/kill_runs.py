@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -335,14 +335,17 @@ def straight(folder: Path, launch: tuple[str, ...]) -> Path:
     return attempt.run
 
 
-def check_same(run: Path, clean: Path, steps: int) -> None:
-    """To the bit: metrics, policy, old, optimizer, and every counter."""
+PARTS = frozenset({"policy", "old", "optim"})
+
+
+def check_same(run: Path, clean: Path, steps: int, parts: Set[str] = PARTS) -> None:
+    """To the bit: metrics, policy, old, optimizer (and EMA, if it is among the `parts`), and every counter."""
     assert [row["step"] for row in rows_of(run)] == list(range(1, steps + 1))
     assert rows_of(run) == rows_of(clean)
     (step, mine), (other, theirs) = (list_steps(path / "checkpoints")[-1] for path in (run, clean))
     assert step == other == steps
     first, second = tensors_of(mine), tensors_of(theirs)
-    assert {name.split(".")[0] for name in first} == {"policy", "old", "optim"}
+    assert {name.split(".")[0] for name in first} == parts
     assert first == second
     assert read_manifest(mine).state == read_manifest(theirs).state
     assert list_partials(run / "checkpoints") == []

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load as read_tensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from nftctl.engine import checkpoint
 from nftctl.engine.checkpoint import (
     Saver,
     Snapshot,
@@ -31,6 +34,7 @@ from nftctl.engine.checkpoint import (
     optimizer_state,
 )
 from nftctl.errors import CheckpointUnusable, TrainingFailed
+from nftctl.tensorfile import ITEM_BYTES, safetensors_header
 
 ONE_FILE = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -103,15 +107,19 @@ def test_later_updates_do_not_reach_the_files(group: dist.ProcessGroup, tmp_path
         assert_bitwise(load(tmp_path / str(attempt), like(state)), expected)
 
 
-def test_a_snapshot_shares_no_memory_with_what_it_copies() -> None:
-    state = make_state()
-    copies = Snapshot(state).tensors()
-    assert_bitwise(copies, state)
-    assert not {v.untyped_storage().data_ptr() for v in state.values()} & {
-        v.untyped_storage().data_ptr() for v in copies.values()
-    }
-    parameter = torch.nn.Parameter(torch.ones(2))
-    assert not Snapshot({"p": parameter}).tensors()["p"].requires_grad
+def test_a_snapshot_is_a_sound_file_of_what_the_tensors_were(tmp_path: Path) -> None:
+    state = {"odd": torch.ones(3, dtype=torch.bfloat16), "flags": torch.tensor([True, False, True])} | make_state()
+    state |= {"empty": torch.zeros(0, 4), "wide": torch.ones(2, dtype=torch.int64)}
+    state["trained"] = torch.nn.Parameter(torch.ones(2))
+    before = {name: value.detach().clone() for name, value in state.items()}
+    snapshot = Snapshot(state)
+    for value in state.values():
+        value.detach().zero_()
+    content = b"".join(snapshot.pieces())
+    assert_bitwise(read_tensors(content), before)  # by the format's own library
+    (tmp_path / ONE_FILE).write_bytes(content)
+    found = safetensors_header(tmp_path / ONE_FILE)
+    assert all(info.begin % ITEM_BYTES[info.dtype] == 0 for info in found.values())
 
 
 def test_what_is_not_a_tensor_is_refused_before_anything_is_written(group: dist.ProcessGroup, tmp_path: Path) -> None:
@@ -131,6 +139,26 @@ def test_one_save_at_a_time_and_only_into_an_empty_folder(group: dist.ProcessGro
     saver.finish()
     with pytest.raises(CheckpointUnusable, match="is not empty"):
         saver.begin(make_state(), tmp_path / "a")
+
+
+def test_a_writer_is_waited_for_as_long_as_is_said_and_given_up_in_the_end(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, sound, saver = threading.Event(), os.fsync, Saver(group)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: gate.wait(60) and sound(descriptor))
+    assert saver.finish(0.0)  # nothing is being written
+    saver.begin(make_state(), tmp_path / "a")
+    assert not saver.finish(0.0)
+    assert not saver.finish(0.01)
+    assert saver.busy
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "WRITING_S", 0.0)
+        with pytest.raises(CheckpointUnusable, match="still being written"):
+            saver.finish(0.0)
+    gate.set()
+    assert saver.finish(60.0)
+    assert not saver.busy
+    assert_bitwise(load(tmp_path / "a", like(make_state())), make_state())
 
 
 def test_a_full_disk_is_named_and_the_saver_stays_usable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,17 @@ def test_stragglers_are_named_once_the_first_is_done(ranks: Any, tmp_path: Path)
         ranks([("a", "done")])
     assert caught.value.rank == 1
     assert caught.value.log == str(tmp_path / "rank_1.log")
+
+
+def test_a_rank_that_is_called_alone_has_the_time_out_from_the_beginning(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = SimpleNamespace(save_begin=SimpleNamespace(remote=lambda *args: "b"))
+    ranks.group.actors = [None, actor, None]
+    monkeypatch.setattr(ray, "wait", Script([]).wait)
+    with pytest.raises(TrainingFailed, match=r"rank 1 did not finish `save_begin` .*\(late: \[1\]\)"):
+        ranks.group.call_one(1, "save_begin", 7)
+    assert not ranks.group.whole
 
 
 def test_a_failure_is_told_after_the_grace_though_others_never_answer(ranks: Any) -> None:

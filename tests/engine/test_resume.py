@@ -253,8 +253,16 @@ class Between:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = self._world.call(method, *args)
-        self.seen += [found] if (found := self._then(method)) is not None else []
+        self._done(method)
         return answers
+
+    def call_one(self, rank: int, method: str, *args: Any) -> Any:
+        answer = self._world.call_one(rank, method, *args)
+        self._done(method)
+        return answer
+
+    def _done(self, method: str) -> None:
+        self.seen += [found] if (found := self._then(method)) is not None else []
 
 
 # -- who is trained -------------------------------------------------------------------------------------------------

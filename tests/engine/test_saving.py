@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from nftctl.engine import saving
 from nftctl.engine.loop import run_job
 from nftctl.engine.plan import plan_launch
+from nftctl.engine.saving import Checkpoints
+from nftctl.errors import CheckpointUnusable, TrainingFailed
 from nftctl.run.checkpoints import list_partials, list_steps
+from nftctl.run.directory import RunDirectory
+from nftctl.run.state import RunState
 from tests.engine.test_world import tensors_of
-
-pytestmark = pytest.mark.ray
 
 
 def hold(worker: Any, gate: Path, save: int) -> None:
@@ -43,6 +46,7 @@ def let_go(worker: Any) -> int:
     return saves
 
 
+@pytest.mark.ray
 def test_training_goes_on_under_a_slow_writer_and_reaches_neither_pointer_nor_content(
     world4: Any, tiny: Any, reporter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,3 +81,76 @@ def test_training_goes_on_under_a_slow_writer_and_reaches_neither_pointer_nor_co
     saved = [tensors_of(path) for _, path in list_steps(checkpoints)]
     assert saved[1] == tensors_of(list_steps(tmp_path / "short" / "checkpoints")[-1][1])
     assert saved[1] != saved[2]
+
+
+class Ranks:
+    """Stands in for the group: writes nothing, and says of each `save_finish` what it was told to."""
+
+    def __init__(self, *answers: list[bool] | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, str]] = []
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.asked.append(("all", method))
+        return self._answer(method)
+
+    def call_one(self, rank: int, method: str, *args: Any) -> Any:
+        self.asked.append((f"rank {rank}", method))
+        return self._answer(method)[0]
+
+    def _answer(self, method: str) -> list[Any]:
+        if method == "save_begin":
+            return [{"tensors": {}, "optimizer_entries": []}]
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def begun(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`begun(ranks, *sets)`: a save of step 1 that those ranks are writing."""
+    monkeypatch.setattr(saving, "PATIENCE_S", 0.01)
+
+    def begin(ranks: Ranks, *sets: str) -> tuple[Checkpoints, Path]:
+        plan = plan_launch(tiny(2, ('job.name="run"', *sets)), run_dir=tmp_path)
+        run = RunDirectory.create(tmp_path, "run", profile_text="", resolved={}, record=plan.record())
+        saves = Checkpoints(plan, run, ranks)  # type: ignore[arg-type]
+        saves.begin(RunState(step=1), [])
+        return saves, run.checkpoints
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("sets", "who", "answers"),
+    [
+        ((), "rank 0", [[False], [False], [True]]),
+        (('model.train="full"',), "all", [[False, True], [True, False], [True, True]]),
+    ],
+)
+def test_only_those_who_write_are_asked_until_all_have_written(
+    begun: Any, sets: tuple[str, ...], who: str, answers: list[list[bool]]
+) -> None:
+    ranks = Ranks(*answers)
+    saves, checkpoints = begun(ranks, *sets)
+    saves.advance_if_written()  # within a step: one question, no waiting
+    assert ranks.asked == [(who, "save_begin"), (who, "save_finish")]
+    assert [n for n, _ in list_partials(checkpoints)] == [1]
+    assert saves.finish() == checkpoints / "step_000001"
+    assert ranks.asked == [(who, "save_begin"), *[(who, "save_finish")] * 3]
+    saves.advance()
+    saves.advance_if_written()
+    assert len(ranks.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "failure", [TrainingFailed("rank 1 did not finish step 1, save"), CheckpointUnusable("still being written")]
+)
+def test_a_save_that_failed_is_not_waited_for_again_and_leaves_no_checkpoint(begun: Any, failure: Exception) -> None:
+    saves, checkpoints = begun(Ranks([False], failure))
+    saves.advance_if_written()
+    with pytest.raises(type(failure), match=str(failure)):
+        saves.advance()
+    assert saves.finish() is None
+    assert list_steps(checkpoints) == []

@@ -8,8 +8,10 @@ import pytest
 import torch
 from diffusers import Cosmos3OmniTransformer
 
+from nftctl.model import cosmos3_denoiser
 from nftctl.model.cosmos3 import split
 from nftctl.model.cosmos3_denoiser import patchify, unpatchify
+from nftctl.model.cosmos3_encoder import PromptCache
 
 from .bases import build_transformer, stock_velocity
 
@@ -132,6 +134,51 @@ def test_the_mask_exists_only_where_lengths_differ_and_hides_exactly_the_padding
     mask = tower.run(RAGGED).attention_mask(2)
     assert mask is not None
     assert mask[:, 0, 0].int().tolist() == [[1] * 7 + [1, 1], [1] + [0] * 6 + [1, 1], [1] * 3 + [0] * 4 + [1, 1]]
+
+
+def row_by_row(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor,
+    longest_q: int, longest_k: int, **_: Any
+) -> torch.Tensor:  # fmt: skip
+    """What the packed kernel computes, one row after the other."""
+    rows = []
+    for i in range(len(starts) - 1):
+        q, k, v = queries[starts[i] : starts[i + 1]], keys[ends[i] : ends[i + 1]], values[ends[i] : ends[i + 1]]
+        assert len(q) <= longest_q
+        assert len(k) <= longest_k
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        shares = torch.einsum("qhd,khd->hqk", q, k).mul(q.shape[-1] ** -0.5).softmax(dim=-1)
+        rows.append(torch.einsum("hqk,khd->qhd", shares, v))
+    return torch.cat(rows)
+
+
+def test_packed_rows_equal_masked_rows_forwards_and_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, denoiser = split(build_transformer())
+    x, weight = torch.randn(3, 3, 1, 4, 6), torch.randn(3, 3, 1, 4, 6)
+    name, seen = "layers.1.self_attn.add_k_proj.weight", []
+    with torch.no_grad():
+        caches = [tower.run([ids]) for ids in RAGGED]
+    monkeypatch.setattr(cosmos3_denoiser, "varlen_attn", row_by_row)
+    for packed in (False, True):
+        monkeypatch.setattr(cosmos3_denoiser, "packs", lambda keys, head_dim, packed=packed: packed)
+        denoiser.zero_grad()
+        v = denoiser(x, torch.tensor(SIGMAS), PromptCache.batch(caches))
+        (v * weight).sum().backward()
+        grad = denoiser.get_parameter(name).grad
+        assert grad is not None
+        seen.append((v.detach(), grad.clone()))
+    torch.testing.assert_close(seen[1][0], seen[0][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen[1][1], seen[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_packing_takes_every_true_key_once_and_no_padding() -> None:
+    packing = cosmos3_denoiser.pack((2, 1, 3), 2, torch.device("cpu"))
+    # Six keys of the images come first, then three prompts padded to three.
+    assert packing.order.tolist() == [6, 7, 0, 1, 9, 2, 3, 12, 13, 14, 4, 5]
+    assert packing.own.tolist() == [2, 3, 5, 6, 10, 11]
+    assert packing.queries.tolist() == [0, 2, 4, 6]
+    assert packing.keys.tolist() == [0, 4, 7, 12]
+    assert packing.longest == 256
 
 
 def test_gradients_reach_both_towers_and_equal_those_of_diffusers() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nftctl.model import rehearsal
+from nftctl.model import rehearsal, shapes
 from nftctl.model.rehearsal import Shape, write_base
 from tests.conftest import clean_environment
 
@@ -56,7 +56,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, about 140 MB in bfloat16, and the tiny one beside it."""
     folder = tmp_path_factory.mktemp("bases")
     tower = {"hidden_size": 640, "intermediate_size": 1920, "num_attention_heads": 5, "num_key_value_heads": 1}
-    shape = Shape({**tower, "num_hidden_layers": 4, "vocab_size": 16384}, {**rehearsal._SMALL_VAE, "base_dim": 40})
+    shape = Shape({**tower, "num_hidden_layers": 4, "vocab_size": 16384}, {**shapes.SMALL_VAE, "base_dim": 40})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rehearsal.SHAPES, "probe", shape)
         write_base("probe", folder / "base")

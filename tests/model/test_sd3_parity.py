@@ -107,6 +107,43 @@ def test_gradients_equal_those_of_diffusers() -> None:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tail", [1, 2, 6, 9])
+def test_equal_last_tokens_run_once_and_weigh_as_many(variant: str, tail: int) -> None:
+    """Stock reads every token; ours runs one of the equal ones, and comes to the same velocity and gradients."""
+    stock = build_sd3(**VARIANTS[variant])
+    x, sigma, prompts = given(3, (4, 6))
+    embeds = torch.cat([prompts.embeds[:, : 9 - tail], prompts.embeds[:, -1:].expand(-1, tail, -1)], dim=1)
+    denoiser, seen = Sd3Denoiser(stock), set()
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
+    watched = ["context_embedder.weight", "transformer_blocks.0.attn.add_v_proj.weight", "proj_out.weight"]
+    watched += ["transformer_blocks.1.attn.add_k_proj.weight", "transformer_blocks.0.attn.to_q.weight"]
+    results = []
+    for tokens in (tail, 1):
+        with torch.enable_grad():
+            stock.zero_grad()
+            hook = stock.context_embedder.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape[1]))
+            v = denoiser(x, sigma, PromptEmbeds(embeds, prompts.pooled, tail=tokens))
+            hook.remove()
+            (v * weight).sum().backward()
+        results.append((v.detach(), {name: stock.get_parameter(name).grad.clone() for name in watched}))  # type: ignore[union-attr]
+    with torch.no_grad():
+        theirs = stock_velocity(stock, x, sigma, PromptEmbeds(embeds, prompts.pooled))
+    assert seen == {9, 10 - tail}
+    for v, _ in results:
+        assert float((v - theirs).norm() / theirs.norm()) <= 1e-5
+    for name in watched:
+        assert float(results[1][1][name].abs().max()) > 0
+        torch.testing.assert_close(results[0][1][name], results[1][1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_runs_no_more_tokens_at_once_than_all_its_prompts_allow() -> None:
+    _, _, prompts = given(1, (4, 4))
+    parts = [PromptEmbeds(prompts.embeds, prompts.pooled, tail=n) for n in (6, 4)]
+    assert PromptEmbeds.batch(parts).tail == 4
+    assert PromptEmbeds.batch(parts[:1] * 2).tail == 6
+
+
 def test_module_and_parameter_names_are_those_of_diffusers() -> None:
     stock = build_sd3(**VARIANTS["sd35"])
     mine = dict(Sd3Denoiser(stock).named_parameters())

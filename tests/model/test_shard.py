@@ -217,5 +217,5 @@ def test_an_unsharded_denoiser_gathers_nothing() -> None:
 
 def test_an_unknown_memory_policy_is_refused() -> None:
     denoiser, _ = fresh(torch.float32)
-    with pytest.raises(ValueError, match="auto, gather-once or reshard"):
+    with pytest.raises(ValueError, match="auto, gather-once, reshard or replicate-base"):
         shard.shard_denoiser(denoiser, None, "replicate")  # type: ignore[arg-type]

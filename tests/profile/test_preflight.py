@@ -43,6 +43,8 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("group-size", "rl.group_size", {"rl.group_size": 0}),
     ("grid-address", "grid.address", {"grid.address": "ray://head:10001"}),
     ("grid-address", "grid.address", {"grid.address": "head"}),
+    ("shard-replicated", "model.shard", {"model.shard": "replicate-base", "model.train": "full"}),
+    ("fp8-not-whole", "rl.rollout_precision", {"model.shard": "reshard", "rl.rollout_precision": "fp8"}),
     ("role-shape", "grid.ranks", {"grid.ranks": 8}),
     ("role-shape", "grid.ranks", {"grid.ranks": 4, "rl.group_size": 8}),
     ("role-shape", "grid.num_replicas", {"grid.num_replicas": 2}),
@@ -283,6 +285,7 @@ def test_every_mistake_is_found_at_once_and_sorted(load: Callable) -> None:
 BROKEN: dict[str, object] = {
     "eval.weights": "ema",
     "model.train": "full",
+    "model.shard": "replicate-base",
     "rl.modality": "video",
     "rl.profile": "cosmos3_nft_t2i_public",
     "rl.init_from": "other",
@@ -334,6 +337,7 @@ BROKEN_PROVIDERS: list[dict[str, object]] = [
     {**PROVIDER, "name": "key", "score_key": "ocr_reward", "weight": 0},
 ]
 INSTEAD: dict[str, dict[str, object]] = {
+    "fp8-not-whole": {"model.shard": "reshard", "rl.rollout_precision": "fp8"},
     "rl-profile-missing": {"rl.modality": "image", "rl.profile": ""},
     "rl-profile-unknown": {"rl.modality": "image", "rl.profile": "cosmos3_t2i"},
     "lora-matches-nothing": {"rl.init_from": "base"},

@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, Signals
 
@@ -21,7 +21,7 @@ from nftctl.run.manifest import verify
 from tests.cli.test_refused_before_start import run_all
 from tests.cli.test_storage_faults import FAULTS
 from tests.engine import kill_runs
-from tests.engine.kill_runs import NAME, STAGES, Attempt, Blow, Strike, check_same, deal, last_stage, play, table
+from tests.engine.kill_runs import NAME, Attempt, Blow, Strike, check_same, deal, last_stage, play, table
 from tests.run.make import snapshot
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.timeout(3600)]
@@ -32,6 +32,9 @@ ROWS = 8
 QUIET = ('eval.prompt_file=""', "samples.prompts=0", "checkpoint.keep_last=20")
 LINEAR = ('rl.old.decay="linear"', "data.shuffle=true")
 COPIED = ('rl.old.decay="copy"', "rl.updates_per_rollout=2", "rl.old.update_every=2", "rl.seed=3")
+AVERAGED = (*LINEAR, "rl.ema_decay=0.9")
+FULL = (*AVERAGED, 'model.train="full"', "optimizer.lr=1e-3")
+WITH_EMA = kill_runs.PARTS | {"ema"}
 INJECTED = os.pathsep.join((str(Path(kill_runs.__file__).with_name("injected")), os.environ.get("PYTHONPATH", "")))
 
 
@@ -40,14 +43,21 @@ def launch(*sets: str, steps: int = STEPS, quiet: tuple[str, ...] = QUIET) -> tu
     return ("launch", "tiny_t2i_cpu", "--steps", str(steps), "--name", NAME, *chosen)
 
 
+class Straight(dict[tuple[str, ...], Path]):
+    """The runs that nobody touched by their settings, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, sets: tuple[str, ...]) -> Path:
+        self[sets] = kill_runs.straight(self._folder / str(len(self)), launch(*sets))
+        return self[sets]
+
+
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
-    """The two runs that nobody touched."""
-    folder = tmp_path_factory.mktemp("clean")
-    return {
-        sets: kill_runs.straight(folder / name, launch(*sets))
-        for name, sets in (("linear", LINEAR), ("copied", COPIED))
-    }
+    return Straight(tmp_path_factory.mktemp("clean"))
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +79,28 @@ KILLS = {
         ("rank 1", "optimizer", 2), ("driver", "save", 6), ("everybody", "rollout", 8), ("rank 0", "backward", 11),
     ]),
     "4 copied": (COPIED, 1, [
-        ("driver", "prepare", 3), ("rank 1", "save", 5), ("rank 0", "rollout", 7), ("driver", "reward", 10),
+        ("driver", "prepare", 3), ("rank 0", "save", 5), ("rank 1", "rollout", 7), ("driver", "reward", 10),
     ]),
     "5 linear": (LINEAR, 2, [
         ("everybody", "save", 4), ("rank 3", "prepare", 6), ("driver", "backward", 8), ("rank 0", "optimizer", 11),
     ]),
+    "6 averaged": (AVERAGED, 2, [
+        ("driver", "rollout", 2), ("rank 0", "save", 4), ("rank 2", "optimizer", 7), ("everybody", "save", 8),
+        ("driver", "backward", 11),
+    ]),
+    "7 full": (FULL, 1, [
+        ("rank 2", "save", 2), ("driver", "optimizer", 4), ("rank 1", "backward", 6), ("everybody", "save", 8),
+        ("rank 0", "save", 10),
+    ]),
+    "8 full": (FULL, 2, [
+        ("driver", "save", 2), ("rank 3", "prepare", 5), ("driver", "reward", 7), ("group", "rollout", 9),
+        ("rank 1", "save", 10),
+    ]),
 }  # fmt: skip
-"""Which run, its checkpoint.every, and who is killed in which stage from which step on: every stage at least thrice."""
+"""Which run, its checkpoint.every, and who is killed in which stage from which step on: every stage at least thrice.
+
+An adapter is saved by rank 0 alone; all weights by all ranks together, so there any of them can die of it.
+"""
 
 
 @pytest.mark.parametrize("run", KILLS)
@@ -84,24 +109,46 @@ def test_killed_in_any_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path],
     strikes = [Strike(who, SIGKILL, stage, step) for who, stage, step in victims]
     arguments = launch(*sets, f"checkpoint.every={every}")
     blows += play(tmp_path / "struck", arguments, strikes, world=WORLD, label=run)
-    check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS)
+    parts = WITH_EMA if AVERAGED[-1] in sets else kill_runs.PARTS
+    check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS, parts)
     kill_runs.check_prompts(tmp_path / "struck", STEPS, ROWS)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+STOPS = {
+    "1 linear": (LINEAR, 1, [
+        ("rollout", 1), ("prepare", 2), ("reward", 4), ("save", 5), ("backward", 7), ("optimizer", 8), ("rollout", 10),
+    ]),
+    "2 copied": (COPIED, 3, [
+        ("save", 3), ("rollout", 4), ("prepare", 5), ("save", 6), ("reward", 8), ("backward", 9), ("optimizer", 10),
+    ]),
+    "3 linear": (LINEAR, 2, [
+        ("backward", 1), ("optimizer", 3), ("save", 4), ("reward", 6), ("prepare", 8), ("rollout", 10),
+    ]),
+}  # fmt: skip
+"""Which run, its checkpoint.every, and in which stage it is asked to stop from which step on: 20 moments per signal.
+
+By its cadence a step is saved only every second or third time; else the stop itself must do it.
+"""
+
+
+def test_each_campaign_strikes_every_stage_at_least_twice() -> None:
+    kills = [stage for _, _, victims in KILLS.values() for _, stage, _ in victims]
+    stops = [stage for _, _, moments in STOPS.values() for stage, _ in moments]
+    for stages in (kills, stops):
+        assert len(stages) >= 20
+        assert all(stages.count(stage) >= 2 for stage in kill_runs.STAGES), stages
+
+
+@pytest.mark.parametrize("run", STOPS)
 @pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
 def test_asked_to_stop_in_any_stage(
-    tmp_path: Path, clean: dict[tuple[str, ...], Path], blows: list[Blow], signum: Signals, every: int
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], blows: list[Blow], signum: Signals, run: str
 ) -> None:
     """The step is finished and saved, every time, and the run goes on from there."""
-    sets, label = (LINEAR if every == 1 else COPIED), f"{signum.name[3:].lower()} every {every}"
-    order = STAGES if every == 1 else ("save", *STAGES[:-1])
-    # A shell sends Ctrl-C to the whole group, a scheduler its signal to one process.
-    whos = ("group", "driver") if signum == SIGINT else ("driver", "driver")
-    # Saved by its cadence a step is only every third time, so the rest of the time the stop itself must do it.
-    first = 3 if order[0] == "save" else 1
-    strikes = [Strike(whos[i % 2], signum, stage, first + 3 * i // 2) for i, stage in enumerate(order)]
-    blows += play(tmp_path / "struck", launch(*sets, f"checkpoint.every={every}"), strikes, world=WORLD, label=label)
+    sets, every, moments = STOPS[run]
+    # A scheduler sends its signal to one process or to the whole group, a shell Ctrl-C to the group.
+    strikes = [Strike(("driver", "group")[i % 2], signum, stage, step) for i, (stage, step) in enumerate(moments)]
+    blows += play(tmp_path / "struck", launch(*sets, f"checkpoint.every={every}"), strikes, world=WORLD, label=run)
     check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS)
     kill_runs.check_prompts(tmp_path / "struck", STEPS, ROWS)
 
@@ -153,36 +200,59 @@ def test_a_second_signal_ends_the_run_at_once(
     go_on(tmp_path, arguments, clean[LINEAR])
 
 
-def go_on(folder: Path, arguments: tuple[str, ...], clean: Path) -> None:
+def go_on(folder: Path, arguments: tuple[str, ...], clean: Path, parts: Set[str] = kill_runs.PARTS) -> None:
     last, _ = kill_runs.begin(folder, arguments)
     assert last.finish() == 0, last.err
     assert not last.left()
-    check_same(last.run, clean, STEPS)
+    check_same(last.run, clean, STEPS, parts)
 
 
-@pytest.mark.parametrize("stage", ["backward", "rollout", "prepare"])
+@pytest.mark.parametrize(("rank", "stage"), [(2, "backward"), (2, "rollout"), (2, "prepare"), (0, "save")])
 def test_a_rank_that_stands_still_is_named_within_the_time_out(
-    tmp_path: Path, clean: dict[tuple[str, ...], Path], stage: str
+    tmp_path: Path, clean: dict[tuple[str, ...], Path], rank: int, stage: str
 ) -> None:
     limit = 20
     arguments = launch(*LINEAR, "checkpoint.every=1", f"grid.collective_timeout_s={limit}", "reward.deadline_s=9")
     attempt = Attempt(tmp_path, arguments)
     try:
-        pid, seen = watched(attempt, 2, stage, 3)
+        pid, seen = watched(attempt, rank, stage, 3)
         os.kill(pid, SIGSTOP)
         step = seen.split()[-1]
-        assert last_stage(attempt.run / "logs" / "latest" / "rank_2.log") == seen
+        assert last_stage(attempt.run / "logs" / "latest" / f"rank_{rank}.log") == seen
         code, seconds = ended(attempt)
     finally:
         attempt.end()
     print(f"SIGSTOP in {stage}: exit {code} after {seconds:.1f} s, time-out {limit} s")
     assert code == 7, attempt.err
     assert re.search(
-        rf"rank 2 did not finish step {step}, {stage} \(pid {pid} on \S+\) within the {limit} s", attempt.err
+        rf"rank {rank} did not finish step {step}, {stage} \(pid {pid} on \S+\) within the {limit} s", attempt.err
     )
     # The time-out, a moment to hear of all failures, and the end of Ray.
     assert seconds < limit + 15
     go_on(tmp_path, arguments, clean[LINEAR])
+
+
+def test_a_rank_that_stands_still_while_all_write_is_named_within_the_time_out(
+    tmp_path: Path, clean: dict[tuple[str, ...], Path]
+) -> None:
+    """The last save of a run has no step beside it, whose collectives would find out; the writers' wait much longer."""
+    limit = 20
+    arguments = launch(*FULL, f"grid.collective_timeout_s={limit}")
+    attempt = Attempt(tmp_path, arguments, {"PYTHONPATH": INJECTED, "TEST_FAULT": "slow-shards"})
+    try:
+        pid, _ = watched(attempt, 2, "save", STEPS)
+        time.sleep(4)  # the snapshot is taken, and all ranks are writing for some seconds more
+        os.kill(pid, SIGSTOP)
+        code, seconds = ended(attempt)
+    finally:
+        attempt.end()
+    print(f"SIGSTOP while all write: exit {code} after {seconds:.1f} s, time-out {limit} s")
+    assert code == 7, attempt.err
+    assert re.search(
+        rf"rank 2 did not finish step {STEPS}, save \(pid {pid} on \S+\) within the {limit} s", attempt.err
+    )
+    assert seconds < limit + 15
+    go_on(tmp_path, arguments, clean[FULL], WITH_EMA)
 
 
 def test_a_rank_that_crashes_is_named_with_its_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path]) -> None:

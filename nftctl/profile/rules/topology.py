@@ -69,6 +69,20 @@ def _role_shape(facts: Facts) -> Iterator[Problem]:
         yield Problem("grid.shapes", message, f"grid.shapes = {wanted}, or remove the key")
 
 
+def _replicated(facts: Facts) -> Iterator[Problem]:
+    model = facts.profile.model
+    if model.shard == "replicate-base" and model.train == "full":
+        message = 'model.shard = "replicate-base" keeps the base whole on each rank, and model.train = "full" moves it'
+        yield Problem("model.shard", message, 'only a frozen base can be replicated: model.shard = "auto" shards it')
+
+
+def _fp8(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.rl.rollout_precision == "fp8" and facts.profile.model.shard == "reshard":
+        message = 'rl.rollout_precision = "fp8" quantises weights that are whole, and model.shard = "reshard" never'
+        message += " gathers more than a layer"
+        yield Problem("rl.rollout_precision", message, 'model.shard = "gather-once", or rl.rollout_precision = "base"')
+
+
 RULES = (
     Rule("grid-backend", "The five roles are one Ray actor group.", _backend),
     Rule("grid-grouping", "Data, rollout, reward, replay and policy share one process per rank.", _grouping),
@@ -81,4 +95,6 @@ RULES = (
         _address,
     ),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
+    Rule("shard-replicated", "Only a frozen base is replicated.", _replicated),
+    Rule("fp8-not-whole", "What is quantised is whole.", _fp8),
 )

@@ -39,9 +39,21 @@ def slow_writer(checkpoint: Any) -> None:
     checkpoint._write_whole = write
 
 
+def slow_shards(checkpoint: Any) -> None:
+    """What all ranks write together takes 12 seconds."""
+    original = checkpoint._SnapshotWriter.write_data
+
+    def write_data(*args: Any) -> Any:
+        time.sleep(12)
+        return original(*args)
+
+    checkpoint._SnapshotWriter.write_data = write_data
+
+
 FAULTS = {
     "memory": ("nftctl.roles.policy", memory),
     "slow-writer": ("nftctl.engine.checkpoint", slow_writer),
+    "slow-shards": ("nftctl.engine.checkpoint", slow_shards),
 }
 
 
