@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     saved = max(folder.glob("turn*/checkpoints/step_*"), key=lambda path: path.stat().st_mtime)
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     without, with_ = statistics.median(seconds[False]), statistics.median(seconds[True])
-    neighbours = {"beyond_neighbours_s": round(statistics.median(beyond), 4)} if beyond else {}
+    neighbours: dict[str, Any] = {"beyond_neighbours_s": round(statistics.median(beyond), 4)} if beyond else {}
     return neighbours | {
         "step_s": round(without, 4),
         "step_with_save_s": round(with_, 4),

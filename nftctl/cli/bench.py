@@ -196,7 +196,7 @@ def summary(document: Mapping[str, Any]) -> list[tuple[str, str]]:
             "rollout",
             f"{rollout['ms_per_forward']:.3f} ms a sample-forward, floor {rollout['floor_ms']:.3f}: "
             f"{rollout['ratio']:.2f} x; with solver and noise {rollout['ms_with_solver']:.3f} ms: "
-            f"{rollout['ratio_with_solver']:.2f} x",
+            f"{rollout['ratio_with_solver']:.2f} x" + _sustained(document, rollout["ratio"]),
         ),
         (
             "training",
@@ -206,7 +206,7 @@ def summary(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "arithmetic",
             f"{100 * step['mfu']:.1f} % of {min(rates) / 1e12:.4g} TFLOP/s, as measured "
-            f"({document['devices'][0]['matmul_dtype']})",
+            f"({document['devices'][0]['matmul_dtype']}, each product after a rest)",
         ),
         ("forwards", f"{counts['planned']} planned, {counts['executed']} executed, a rank and step"),
         (
@@ -220,6 +220,19 @@ def summary(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     for beside in document["beside"]:
         rows.append(("beside", f"{beside['name']} {_ms(max(beside['by_rank']))} ms, not in the sum"))
     return rows + _naive_rows(document)
+
+
+def _sustained(document: Mapping[str, Any], ratio: float) -> str:
+    """The rollout's ratio where the floor is at the rate that the device keeps up, if that was measured."""
+    shares = [
+        device["sustained_flops_per_second"] / device["matmul_flops_per_second"]
+        for device in document["devices"]
+        if device.get("sustained_flops_per_second")
+    ]
+    if not shares:
+        return ""
+    rate = min(device["sustained_flops_per_second"] for device in document["devices"]) / 1e12
+    return f"; {ratio * sum(shares) / len(shares):.2f} x at the {rate:.4g} TFLOP/s that products without a pause reach"
 
 
 def _naive_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:

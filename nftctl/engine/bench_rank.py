@@ -75,7 +75,7 @@ def facts(worker: Worker) -> dict[str, Any]:
     """The device and its measured matmul rate, operations per second: in the base's precision, on CPUs in float32."""
     import torch
 
-    from nftctl.model.arithmetic import matmul_rate
+    from nftctl.model.arithmetic import matmul_rate, sustained_rate
 
     cuda = worker.device.type == "cuda"
     # What a CPU makes of bfloat16 is no measure of what it can do.
@@ -86,6 +86,7 @@ def facts(worker: Worker) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(worker.device) if cuda else platform.processor() or platform.machine(),
         "threads": None if cuda else torch.get_num_threads(),
         "matmul_flops_per_second": matmul_rate(worker.device, getattr(torch, dtype)),
+        "sustained_flops_per_second": sustained_rate(worker.device, getattr(torch, dtype)) if cuda else None,
         "matmul_dtype": dtype,
         "shard": None if sharding is None else str(sharding.policy),
     }

@@ -180,6 +180,7 @@ class Worker:
     def score(self) -> None:
         """Wait for this rank's scores."""
         stage.begin(self._step, "reward")
+        self.roles.rollout.hand_over()
         self.roles.reward.collect()
 
     def train(self, state: RunState) -> tuple[dict[str, float], RunState]:

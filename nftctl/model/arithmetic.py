@@ -114,7 +114,10 @@ COUNTS: dict[str, Callable[[Path, LatentShape], Forward]] = {"cosmos3": _cosmos3
 
 @torch.no_grad()
 def matmul_rate(device: torch.device, dtype: torch.dtype, *, size: int = 0, repeats: int = 10) -> float:
-    """Operations per second of a square matrix product on this device: the median of `repeats`, after three."""
+    """Operations per second of a square matrix product on this device: the median of `repeats`, after three.
+
+    A burst: the device rests before each product, so that its clocks are at their highest.
+    """
     from nftctl.model.stopwatch import seconds_of
 
     side = size or (8192 if device.type == "cuda" else 768)
@@ -122,3 +125,23 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, *, size: int = 0, repe
     b = torch.randn(side, side, device=device, dtype=torch.float32).to(dtype)
     took = sorted(seconds_of(lambda: a @ b, device, repeats=repeats, warm=3))
     return 2 * side**3 / took[len(took) // 2]
+
+
+@torch.no_grad()
+def sustained_rate(device: torch.device, dtype: torch.dtype, *, size: int = 8192, seconds: float = 1.5) -> float:
+    """The same for products without a pause, as in a rollout: the last third of `seconds`.
+
+    A GPU at its power limit lowers its clocks within a fraction of a second.
+    """
+    from nftctl.model.stopwatch import seconds_of
+
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+
+    def burst() -> None:
+        for _ in range(20):
+            a @ b
+
+    (one,) = seconds_of(burst, device, repeats=1, warm=1)
+    third = max(1, round(seconds / 3 / one))
+    took = seconds_of(lambda: [burst() for _ in range(third)], device, repeats=1, warm=2)
+    return 20 * third * 2 * size**3 / took[0]

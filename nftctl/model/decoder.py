@@ -1,13 +1,14 @@
 """Latents -> uint8 pixels: the identity decoder of pixel-space bases, and diffusers' Wan and KL VAEs.
 
-Owns the one place where floats become bytes: clamp to [-1, 1], scale, round to nearest. Refuses numbers that are not
-finite on either side of the decoder, since a cast would turn them into a black image, and slicing or tiling asked of a
-decoder that has none.
+Owns the one place where floats become bytes: clamp to [-1, 1], scale, round to nearest, and the way of those bytes to
+the host, for which nothing else has to wait. Refuses numbers that are not finite on either side of the decoder, since a
+cast would turn them into a black image, and slicing or tiling asked of a decoder that has none.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,15 +21,34 @@ from nftctl.model.weights import load_component
 from nftctl.profile.schema import Model
 
 
-def refuse_non_finite(x: Tensor, what: str) -> None:
-    """Raise TrainingFailed naming the first sample (dimension 0) of `x` that holds a NaN or an infinity."""
-    finite = torch.isfinite(x).flatten(1).all(dim=1)
-    if not bool(finite.all()):
-        bad = [int(i) for i in (~finite).nonzero().flatten()]
-        raise TrainingFailed(
-            f"{what} of sample {bad[0]} is not finite (samples {bad} of {x.shape[0]})",
-            hint='lower optimizer.lr, or set model.decode_dtype = "float32" if only the decoder\'s output is at fault',
-        )
+class Decoded:
+    """Images that a device may still be working on."""
+
+    def __init__(self, images: Tensor, finite: Sequence[tuple[Tensor, str]]) -> None:
+        """`images` uint8 [B, T, H, W, 3]; `finite` says of each sample [B] whether what it is the result of is."""
+        self._images = images.to("cpu", non_blocking=True)
+        self._finite = [(flags.to("cpu", non_blocking=True), what) for flags, what in finite]
+        self._ready = torch.cuda.Event() if images.is_cuda else None
+        if self._ready is not None:
+            self._ready.record(torch.cuda.current_stream(images.device))
+
+    def wait(self) -> Tensor:
+        """The images, on the CPU; TrainingFailed names the first sample that holds a NaN or an infinity."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        for flags, what in self._finite:
+            if bad := [int(i) for i in (~flags).nonzero().flatten()]:
+                raise TrainingFailed(
+                    f"{what} of sample {bad[0]} is not finite (samples {bad} of {len(flags)})",
+                    hint='lower optimizer.lr, or set model.decode_dtype = "float32" if only the decoder\'s output is '
+                    "at fault",
+                )
+        return self._images
+
+
+def finite(x: Tensor) -> Tensor:
+    """Which samples (dimension 0) hold finite numbers alone: bool [B]."""
+    return torch.isfinite(x).flatten(1).all(dim=1)
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
@@ -40,9 +60,11 @@ def to_bytes(pixels: Tensor) -> Tensor:
 class PixelDecoder:
     """For bases whose latents are pixels scaled to [-1, 1]."""
 
+    def begin(self, x0: Tensor) -> Decoded:
+        return Decoded(to_bytes(x0), [(finite(x0), "the final latent")])
+
     def decode(self, x0: Tensor) -> Tensor:
-        refuse_non_finite(x0, "the final latent")
-        return to_bytes(x0)
+        return self.begin(x0).wait()
 
 
 class VaeDecoder(ABC):
@@ -79,11 +101,12 @@ class VaeDecoder(ABC):
         """Latents [B, C, T, h, w] in the VAE's precision -> [B, 3, T, H, W], about in [-1, 1]."""
 
     @torch.no_grad()
-    def decode(self, x0: Tensor) -> Tensor:
-        refuse_non_finite(x0, "the final latent")
+    def begin(self, x0: Tensor) -> Decoded:
         pixels = self.pixels(x0.to(self.vae.device, self.vae.dtype))
-        refuse_non_finite(pixels, "the decoded image")
-        return to_bytes(pixels)
+        return Decoded(to_bytes(pixels), [(finite(x0), "the final latent"), (finite(pixels), "the decoded image")])
+
+    def decode(self, x0: Tensor) -> Tensor:
+        return self.begin(x0).wait()
 
 
 class WanDecoder(VaeDecoder):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from nftctl.model.copies import Copies
+    from nftctl.model.decoder import Decoded
     from nftctl.model.shard import Sharding
     from nftctl.model.weights import StoredWeights
 
@@ -136,8 +137,12 @@ class Denoiser(nn.Module, ABC):
 class Decoder(Protocol):
     """Frozen map from latents to pixels."""
 
+    def begin(self, x0: Tensor) -> Decoded:
+        """Start making images of x0 [B, C, T, h, w]; waits for no device."""
+        ...
+
     def decode(self, x0: Tensor) -> Tensor:
-        """Return uint8 [B, T, H, W, 3] from x0 [B, C, T, h, w]; raises TrainingFailed where a number is not finite."""
+        """Return uint8 [B, T, H, W, 3] on the CPU; raises TrainingFailed where a number is not finite."""
         ...
 
 

@@ -75,6 +75,7 @@ class Roles:
             "trained_parameters": sum(p.numel() for p in trained.values()),
             "trained_tensors": len(trained),
             "adapted_modules": adapters.adapted_modules(denoiser, self.lora_targets),
+            "shard": None if denoiser.sharding is None else denoiser.sharding.policy,
             "compiled_layers": sum(compiled.is_compiled(layer) for layer in denoiser.compile_units()),
             "prompts": len(self.data.prompts),
             "tensors_loaded": self.family.report.loaded,

@@ -1,13 +1,15 @@
 """Sampling: noise by the seed clock, UniPC with native guidance, decode; in micro-batches handed on as they are ready.
 
 Samples come from the moving old policy (or the policy when there is none), in FP8 where the profile says so; evaluation
-names the weights it wants, and has them in the base's precision.
+names the weights it wants, and has them in the base's precision. Images are handed on by a thread that waits for the
+device, so that training is prepared while they are decoded.
 Prompts are encoded before the first micro-batch, so that the encoder may be gone while the base is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,6 +18,7 @@ from nftctl.algorithm import draws, sampler
 from nftctl.errors import TrainingFailed
 from nftctl.model import shard
 from nftctl.model.copies import copies_of
+from nftctl.model.decoder import Decoded
 from nftctl.model.family import Conditioning, Family
 from nftctl.model.fp8 import Fp8Rollout
 from nftctl.profile.batches import rollout_rows
@@ -37,6 +40,9 @@ class RolloutRole:
         self._device = device
         denoiser = family.denoiser
         self._micro_batch = rollout_rows(profile, denoiser.tokens(family.latent_shape), denoiser.width)
+        # On a CPU an image is there when it has been computed.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="images") if device.type == "cuda" else None
+        self._handing: list[Future[None]] = []
         self._visiting = profile.model.prompt_encoder != "resident"
         self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
 
@@ -48,16 +54,42 @@ class RolloutRole:
     def sample(
         self, rows: Sequence[SourceRow], optimizer_steps: int, decoded: Callable[[list[Trajectory]], None]
     ) -> list[Trajectory]:
-        """One sample per row; `decoded` receives each micro-batch as soon as its images exist."""
+        """One sample per row; `decoded` receives each micro-batch, in order, as soon as its images exist.
+
+        On a GPU that may be after this returns: `hand_over` waits for it.
+        """
         done: list[Trajectory] = []
         conditions, negative = self.encode([row.prompt.text for row in rows], self._sampling)
         size = self._micro_batch
         for start in range(0, len(rows), size):
             now = slice(start, start + size)
-            part = self._micro(rows[now], conditions[now], negative, optimizer_steps)
-            decoded(part)
+            part, images = self._micro(rows[now], conditions[now], negative, optimizer_steps)
+            if self._thread is None:
+                self._hand(part, images, decoded)
+            else:
+                self._handing.append(self._thread.submit(self._hand, part, images, decoded))
             done.extend(part)
         return done
+
+    def hand_over(self) -> None:
+        """Wait until every image is handed on; raises TrainingFailed, naming rows, where one is not finite."""
+        handing, self._handing = self._handing, []
+        for each in handing:
+            each.result()
+
+    def _hand(self, part: list[Trajectory], images: Decoded, decoded: Callable[[list[Trajectory]], None]) -> None:
+        try:
+            pixels = images.wait()
+        except TrainingFailed as error:
+            named = ", ".join(f"{t.row.number} ({t.row.prompt.reward_text[:60]})" for t in part)
+            raise TrainingFailed(
+                f"{error.message}, on rank {self._rank} with seed {self._rl.seed}; the samples are rows {named}",
+                rank=self._rank,
+                hint=error.hint,
+            ) from None
+        for trajectory, image in zip(part, pixels, strict=True):
+            trajectory.image = image
+        decoded(part)
 
     def encode(
         self, prompts: Sequence[str], how: Sampling, ahead: Sequence[str] = ()
@@ -79,25 +111,17 @@ class RolloutRole:
         conditions: Sequence[Conditioning],
         negative: Conditioning | None,
         optimizer_steps: int,
-    ) -> list[Trajectory]:
+    ) -> tuple[list[Trajectory], Decoded]:
         clock = self._rl.rollout_seed_clock
         ticks = [draws.rollout_tick(clock, row.number, optimizer_steps) for row in rows]
         noise = draws.rollout_noise(self._family.latent_shape, seed=self._rl.seed, ticks=ticks, rank=self._rank)
-        try:
-            x0, images = self.denoise(conditions, negative, noise, self._sampling, self.weights, self._lowered)
-        except TrainingFailed as error:
-            named = ", ".join(f"{row.number} ({row.prompt.reward_text[:60]})" for row in rows)
-            raise TrainingFailed(
-                f"{error.message}, on rank {self._rank} with seed {self._rl.seed}; the samples are rows {named}",
-                rank=self._rank,
-                hint=error.hint,
-            ) from None
-        return [
-            Trajectory(row=row, tick=ticks[i], x0=x0[i], conditioning=conditions[i], image=images[i])
+        x0, images = self.begin(conditions, negative, noise, self._sampling, self.weights, self._lowered)
+        made = [
+            Trajectory(row=row, tick=ticks[i], x0=x0[i], conditioning=conditions[i], image=None)
             for i, row in enumerate(rows)
         ]
+        return made, images
 
-    @torch.no_grad()
     def denoise(
         self,
         conditions: Sequence[Conditioning],
@@ -107,7 +131,21 @@ class RolloutRole:
         weights: Weights,
         lowered: Fp8Rollout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3] for one condition and one noise per sample.
+        """Latents [B, C, T, H, W] and uint8 CPU images [B, T, H, W, 3], as `begin` starts to make them."""
+        x0, images = self.begin(conditions, negative, noise, how, weights, lowered)
+        return x0, images.wait()
+
+    @torch.no_grad()
+    def begin(
+        self,
+        conditions: Sequence[Conditioning],
+        negative: Conditioning | None,
+        noise: torch.Tensor,
+        how: Sampling,
+        weights: Weights,
+        lowered: Fp8Rollout | None = None,
+    ) -> tuple[torch.Tensor, Decoded]:
+        """Latents [B, C, T, H, W], and images on their way, for one condition and one noise per sample.
 
         `negative` is what guidance sets against all of them; None where guidance is 1. `lowered` lets the denoiser
         multiply in FP8.
@@ -123,7 +161,7 @@ class RolloutRole:
             precision: AbstractContextManager[None] = nullcontext() if lowered is None else lowered.use()
             with precision:
                 x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
-        return x0, family.decoder.decode(x0).cpu()
+        return x0, family.decoder.begin(x0)
 
     def sample_fixed(
         self, prompts: Sequence[str], keys: Sequence[tuple[int | str, ...]], how: Sampling, weights: Weights

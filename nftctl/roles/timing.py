@@ -172,6 +172,7 @@ class Watch:
         for owner, name, stage in (
             (roles.rollout, "sample", "sample"),
             (roles.policy, "prepare", "prepare"),
+            (roles.rollout, "hand_over", "reward"),
             (roles.reward, "collect", "reward"),
             (roles.replay, "commit", "commit"),
             (roles.policy, "train", "train"),
@@ -191,7 +192,7 @@ class Watch:
         self._span(shard, "gather", "gather")
         self._span(shard, "release", "gather")
         self._span(family.encoder, "encode", "prompts")
-        self._span(family.decoder, "decode", "decode")
+        self._span(family.decoder, "begin", "decode")
         self._span(roles.reward, "submit", "submit")
         for name in ("reduce_and_clip", "stepped", "average", "refresh_old"):
             self._span(copies, name, "optimizer")

@@ -47,7 +47,7 @@ class Trajectory:
 
     tick          value of the seed clock that drew its noise
     x0            the sampler's final latent, float32 [C, T, H, W]
-    image         uint8 [T, H, W, 3] on the CPU; dropped once it is scored
+    image         uint8 [T, H, W, 3] on the CPU; None until it has come from the device, and once it is sent
     reward        weighted sum over providers; None until scored, and for ever when scoring failed
     components    raw scores by provider, and their parts by `provider/part`
     failures      what went wrong, by provider

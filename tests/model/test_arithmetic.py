@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nftctl.errors import UsageRefused
 from nftctl.model import naive
-from nftctl.model.arithmetic import count_forward, matmul_rate
+from nftctl.model.arithmetic import count_forward, matmul_rate, sustained_rate
 
 from .bases import SMALL
 from .sd3_bases import VARIANTS, write_sd3_base
@@ -73,6 +73,7 @@ def test_nano_needs_what_its_shape_says(tmp_path: Path) -> None:
 
 def test_the_matmul_rate_is_a_rate() -> None:
     assert 1e7 < matmul_rate(CPU, torch.float32, size=64, repeats=3) < 1e15
+    assert 1e7 < sustained_rate(CPU, torch.float32, size=64, seconds=0.01) < 1e15
 
 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:

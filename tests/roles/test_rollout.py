@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from nftctl.algorithm import draws
 from nftctl.errors import TrainingFailed
 from nftctl.model import adapters
+from nftctl.profile.batches import rollout_rows
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Sampling, Trajectory
 from tests.roles.samples import PROMPTS, set_adapter, source_rows
@@ -204,3 +207,54 @@ def test_a_number_that_is_not_finite_stops_before_scoring_and_names_the_rows(pro
     assert caught.value.message.endswith("on rank 0 with seed 5; the samples are rows 1 (a black one), 2 (a red eight)")
     assert caught.value.hint
     assert handed_on == []
+
+
+# ---- handing on beside the work, as on a GPU
+
+
+def test_images_are_handed_on_in_order_while_the_device_goes_on(profile: Make, roles: Any) -> None:
+    here, apart = (roles(profile("model.rollout_micro_batch=1"))[1] for _ in range(2))
+    seen: list[list[int]] = []
+    expected, _ = run(here)
+    with ThreadPoolExecutor(1) as apart._thread:
+        open_ = threading.Event()
+        apart._thread.submit(open_.wait, 30)  # the first image takes its time
+        done = apart.sample(source_rows(3), 0, lambda part: seen.append([t.row.number for t in part]))
+        assert seen == []
+        assert all(t.image is None for t in done)
+        open_.set()
+        apart.hand_over()
+    assert seen == [[0], [1], [2]]
+    for one, other in zip(done, expected, strict=True):
+        assert torch.equal(one.x0, other.x0)
+        assert one.image is not None
+        assert torch.equal(one.image, other.image)
+    apart.hand_over()
+    assert len(seen) == 3
+
+
+def test_a_number_that_is_not_finite_is_named_when_the_images_are_waited_for(profile: Make, roles: Any) -> None:
+    family, role, _ = roles(profile("rl.seed=5"))
+    set_adapter(family, "old", 1, scale=float("nan"))
+    handed_on: list[Trajectory] = []
+    with ThreadPoolExecutor(1) as role._thread:
+        role.sample(source_rows(2, first=1), 0, handed_on.extend)
+        with pytest.raises(TrainingFailed, match=r"sample 0 is not finite.*rows 1 \(a black one\), 2"):
+            role.hand_over()
+    assert handed_on == []
+
+
+@pytest.mark.parametrize(("width", "guidance", "given", "size"), [
+    (4096, 3, None, 8), (4096, 1, None, 16), (4096, 3, 5, 5), (1 << 22, 3, None, 1), (8, 3, None, 48), (8, 3, 64, 48),
+])  # fmt: skip
+def test_a_micro_batch_fills_a_gpu_and_no_more(
+    profile: Make, width: int, guidance: float, given: int | None, size: int
+) -> None:
+    """By hand: 2^24 / (256 tokens x 4096 x 2 branches) = 8 rows, 16 where there is one branch."""
+    cut = [] if given is None else [f"model.rollout_micro_batch={given}"]
+    made = profile("data.rows_per_step=48", f"rl.guidance={guidance}", *cut)
+    assert rollout_rows(made, 256, width) == size
+
+
+def test_micro_batches_are_cut_evenly(profile: Make) -> None:
+    assert rollout_rows(profile("data.rows_per_step=10", "rl.guidance=3"), 256, 4096) == 5

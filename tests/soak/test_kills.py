@@ -237,7 +237,7 @@ def test_a_rank_that_stands_still_while_all_write_is_named_within_the_time_out(
 ) -> None:
     """The last save of a run has no step beside it, whose collectives would find out; the writers' wait much longer."""
     limit = 20
-    arguments = launch(*FULL, f"grid.collective_timeout_s={limit}")
+    arguments = launch(*FULL, f"grid.collective_timeout_s={limit}", "reward.deadline_s=9")
     attempt = Attempt(tmp_path, arguments, {"PYTHONPATH": INJECTED, "TEST_FAULT": "slow-shards"})
     try:
         pid, _ = watched(attempt, 2, "save", STEPS)
