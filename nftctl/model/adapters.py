@@ -207,7 +207,8 @@ def follow(denoiser: nn.Module, adapter: str, kept: float) -> None:
     """adapter = kept * adapter + (1 - kept) * policy for every tensor; `kept` in [0, 1), and 0 is a bitwise copy."""
     if not 0.0 <= kept < 1.0:
         raise ValueError(f"the kept share must be in [0, 1), got {kept}")
-    moved, policy = (list(parameters(denoiser, which).values()) for which in (adapter, POLICY))
+    moved: list[Tensor] = list(parameters(denoiser, adapter).values())
+    policy: list[Tensor] = list(parameters(denoiser, POLICY).values())
     if kept == 0.0:
         torch._foreach_copy_(moved, policy)
     else:

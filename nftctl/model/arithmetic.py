@@ -137,11 +137,11 @@ def sustained_rate(device: torch.device, dtype: torch.dtype, *, size: int = 8192
 
     a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
 
-    def burst() -> None:
-        for _ in range(20):
+    def products(count: int) -> None:
+        for _ in range(count):
             a @ b
 
-    (one,) = seconds_of(burst, device, repeats=1, warm=1)
-    third = max(1, round(seconds / 3 / one))
-    took = seconds_of(lambda: [burst() for _ in range(third)], device, repeats=1, warm=2)
-    return 20 * third * 2 * size**3 / took[0]
+    (twenty,) = seconds_of(lambda: products(20), device, repeats=1, warm=1)
+    third = max(1, round(20 * seconds / 3 / twenty))
+    (took,) = seconds_of(lambda: products(third), device, repeats=1, warm=2)
+    return third * 2 * size**3 / took

@@ -167,4 +167,9 @@ def _lowered(denoiser: Denoiser, device: torch.device) -> fp8.Fp8Rollout:
         message = 'model.shard = "auto" found no room to gather the base, and FP8 quantises weights that are whole'
         help = "take more ranks, free memory, or set rl.rollout_precision to base"
         raise ProfileRefused([Finding("fp8-not-whole", "rl.rollout_precision", message, help=help)])
-    return fp8.Fp8Rollout(denoiser, device)
+    lowered = fp8.Fp8Rollout(denoiser, device)
+    if not lowered.modules:
+        message = f"no linear module of this base's layers has both sides in whole multiples of {fp8.MULTIPLE}"
+        help = "there is nothing that FP8 could multiply: set rl.rollout_precision to base"
+        raise ProfileRefused([Finding("fp8-not-whole", "rl.rollout_precision", message, help=help)])
+    return lowered

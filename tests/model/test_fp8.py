@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from nftctl.errors import ProfileRefused
 from nftctl.model import adapters, fp8, shard
 from nftctl.model.cosmos3 import split
 from nftctl.profile.schema import Lora
+from nftctl.roles.build import _lowered
 
 from .bases import build_transformer
 
@@ -134,3 +136,18 @@ def test_modulation_stays_in_the_precision_of_the_base(name: str) -> None:
             return [block]
 
     assert fp8.eligible(Whole()) == [block.attn]  # type: ignore[arg-type]
+
+
+def test_a_base_without_anything_to_multiply_is_refused() -> None:
+    _, denoiser = split(build_transformer())  # widths of 24 and 40
+    with pytest.raises(ProfileRefused) as caught:
+        _lowered(denoiser, torch.device("cpu"))
+    assert "multiples of 16" in caught.value.findings[0].message
+
+
+def test_auto_that_finds_no_room_is_refused() -> None:
+    _, denoiser = split(build_transformer(**WIDE))
+    denoiser.sharding = shard.Sharding("reshard", [], shard.CountedAllGather(), frozen=True)
+    with pytest.raises(ProfileRefused) as caught:
+        _lowered(denoiser, torch.device("cpu"))
+    assert "found no room" in caught.value.findings[0].message

@@ -252,7 +252,7 @@ def test_a_rank_that_stands_still_while_all_write_is_named_within_the_time_out(
         rf"rank 2 did not finish step {STEPS}, save \(pid {pid} on \S+\) within the {limit} s", attempt.err
     )
     assert seconds < limit + 15
-    go_on(tmp_path, arguments, clean[FULL], WITH_EMA)
+    go_on(tmp_path, launch(*FULL), clean[FULL], WITH_EMA)
 
 
 def test_a_rank_that_crashes_is_named_with_its_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path]) -> None:
