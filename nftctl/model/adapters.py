@@ -43,15 +43,19 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
     activation, and a seventh of a rollout's time.
     """
 
-    cast: tuple[Tensor, Tensor] | None = None
+    ready: tuple[Tensor, Tensor] | None = None
     """A and B of the active adapter in the base's precision, for as long as `weights` says that nothing moves them."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         result: Tensor = self.base_layer(x)
         if self._disable_adapters:
             return result
-        (name,) = self._active_adapter
-        down, up = self.cast or (self.lora_A[name].weight, self.lora_B[name].weight)
+        active: Any = self._active_adapter
+        name = active[0]
+        down: Any = self.lora_A[name].weight
+        up: Any = self.lora_B[name].weight
+        if self.ready is not None:
+            down, up = self.ready
         low = nn.functional.linear(x, down.to(x.dtype))
         return result + nn.functional.linear(low, up.to(x.dtype)) * self.scaling[name]
 
@@ -176,18 +180,18 @@ def weights(denoiser: nn.Module, which: Weights) -> Iterator[None]:
     Leave only after a backward that recomputes activations; a plain backward may come later.
     """
     layers = list(lora_layers(denoiser).values())
-    before = [(layer._active_adapter, layer._disable_adapters, layer.cast) for layer in layers]
+    before = [(layer._active_adapter, layer._disable_adapters, layer.ready) for layer in layers]
     # peft's own switches also flip requires_grad, so the two fields that they set are set here alone.
     try:
         for layer in layers:
             layer._disable_adapters = which == "reference"
             if which != "reference":
                 layer._active_adapter = [which]
-            layer.cast = None if which == "reference" or torch.is_grad_enabled() else _cast(layer, which)
+            layer.ready = None if which == "reference" or torch.is_grad_enabled() else _cast(layer, which)
         yield
     finally:
-        for layer, (active, disabled, cast) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters, layer.cast = active, disabled, cast
+        for layer, (active, disabled, ready) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters, layer.ready = active, disabled, ready
 
 
 def _cast(layer: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
