@@ -19,7 +19,6 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.family import Conditioning
 from nftctl.model.remembered import CACHE_BYTES, RememberingEncoder
-from nftctl.model.replayed import replay
 from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
 from nftctl.model.weights import load_component
 from nftctl.tensorfile import TRANSFORMERS_STEM, weight_files
@@ -85,9 +84,6 @@ class Sd3PromptEncoder(RememberingEncoder[str, PromptEmbeds]):
         self.parts = parts
         for module in parts.encoders():
             module.requires_grad_(False).eval()
-        if home == "resident":
-            # Prompts run one at a time: the pipeline copies what an encoder returns before it runs the next.
-            replay(parts.encoders(), device)
         t5, t5_tokenizer = parts.t5 or (None, None)
         pipeline: Any = StableDiffusion3Pipeline
         # Of the transformer it reads one number, the width of the zeros that stand in for a missing T5.
