@@ -272,7 +272,10 @@ def look_at_adapters(worker: Any) -> dict[str, Any]:
     """What requires gradients, what the optimizer holds, dtypes, and the bits of the base on this rank."""
     import hashlib
 
+    from nftctl.model import shard
+
     denoiser, policy = worker.roles.family.denoiser, worker.roles.policy
+    shard.release(denoiser)  # what a step gathered stays gathered
     named = dict(denoiser.named_parameters())
     held = {id(p) for group in policy.optimizer.param_groups for p in group["params"]}
     base = hashlib.sha256()
