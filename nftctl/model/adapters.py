@@ -40,7 +40,7 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
     """peft's layer with one active adapter, computed in the precision of its input.
 
     peft goes through float32 whenever the adapter is float32: on a bfloat16 base that is a float32 copy of every
-    activation, and a seventh of a rollout's time.
+    activation, and a tenth of a rollout's time on top.
     """
 
     ready: tuple[Tensor, Tensor] | None = None

@@ -6,7 +6,7 @@ from nftctl.profile.schema import Profile
 
 FULL = 1 << 24
 """Tokens x width from which a batch fills a large GPU: more rows at once take more memory and no less time each, and
-the first scores come later. Seen on an H200 at 512x512 and 1024x1024 with a width of 4096."""
+the first scores come later. Seen on H200s at 1024x1024 and a width of 4096."""
 
 
 def rollout_rows(profile: Profile, tokens: int, width: int) -> int:
