@@ -174,31 +174,42 @@ def old_parameters(denoiser: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def weights(denoiser: nn.Module, which: Weights) -> Iterator[None]:
+def weights(denoiser: Denoiser, which: Weights) -> Iterator[None]:
     """Let forwards inside use the policy, the old policy, or the bare base; restores what was active before.
 
     Leave only after a backward that recomputes activations; a plain backward may come later.
     """
     layers = list(lora_layers(denoiser).values())
     before = [(layer._active_adapter, layer._disable_adapters, layer.ready) for layer in layers]
+    copy_before, denoiser.copy_in_use = denoiser.copy_in_use, which
     # peft's own switches also flip requires_grad, so the two fields that they set are set here alone.
     try:
-        for layer in layers:
+        ready = [None] * len(layers) if which == "reference" or torch.is_grad_enabled() else _cast(denoiser, which)
+        for layer, pair in zip(layers, ready, strict=True):
             layer._disable_adapters = which == "reference"
             if which != "reference":
                 layer._active_adapter = [which]
-            layer.ready = None if which == "reference" or torch.is_grad_enabled() else _cast(layer, which)
+            layer.ready = pair
         yield
     finally:
-        for layer, (active, disabled, ready) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters, layer.ready = active, disabled, ready
+        denoiser.copy_in_use = copy_before
+        for layer, (active, disabled, pair) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters, layer.ready = active, disabled, pair
 
 
-def _cast(layer: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
-    """Both matrices in the base's precision: once for all forwards of a rollout, and never where they have it."""
-    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    dtype = layer.base_layer.weight.dtype
-    return None if dtype == down.dtype else (down.detach().to(dtype), up.detach().to(dtype))
+def _cast(denoiser: Denoiser, adapter: str) -> Sequence[tuple[Tensor, Tensor] | None]:
+    """Both matrices of every layer in the base's precision: once for all forwards of a rollout, always in one place."""
+    layers = list(lora_layers(denoiser).values())
+    if layers[0].base_layer.weight.dtype == layers[0].lora_A[adapter].weight.dtype:
+        return [None] * len(layers)
+    kept: dict[str, list[Tensor]] = denoiser.__dict__.setdefault("_in_base_precision", {})
+    now = [side[adapter].weight.detach() for layer in layers for side in (layer.lora_A, layer.lora_B)]
+    if adapter not in kept:
+        dtypes = [layer.base_layer.weight.dtype for layer in layers for _ in range(2)]
+        kept[adapter] = [tensor.to(dtype) for tensor, dtype in zip(now, dtypes, strict=True)]
+    else:
+        torch._foreach_copy_(kept[adapter], now)
+    return list(zip(kept[adapter][::2], kept[adapter][1::2], strict=True))
 
 
 def refresh_old(denoiser: nn.Module, eta: float) -> None:

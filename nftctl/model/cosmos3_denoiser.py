@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
-from nftctl.model.family import Conditioning, Denoiser
+from nftctl.model.family import Conditioning, Denoiser, Reading
 
 # Of the whole transformer: heads for sound and action, which belong to neither tower.
 OTHER_MODALITIES = ("audio_", "action_")
@@ -68,15 +68,24 @@ class Packing(NamedTuple):
     longest: int
 
 
-def pack(lengths: tuple[int, ...], generated: int, device: torch.device) -> Packing:
-    """The packing of rows with `lengths` prompt tokens, padded to the longest, and `generated` image tokens each."""
-    batch, longest = len(lengths), max(lengths)
+_PADDED = 128
+"""Prompts of recorded batches are padded to whole multiples of this, so that few lengths make a recording."""
+
+
+def pack(lengths: tuple[int, ...], generated: int, device: torch.device, *, padded: int | None = None) -> Packing:
+    """The packing of rows with `lengths` prompt tokens, padded to the longest, and `generated` image tokens each.
+
+    `padded` says that they are padded to so many instead, and has S be B * (N + padded): the rest is never read.
+    """
+    batch, longest = len(lengths), padded or max(lengths)
     order, own, starts = [], [], [0]
     for row, length in enumerate(lengths):
         first = batch * generated + row * longest
         order += [torch.arange(first, first + length), torch.arange(row * generated, (row + 1) * generated)]
         own.append(torch.arange(starts[-1] + length, starts[-1] + length + generated))
         starts.append(starts[-1] + length + generated)
+    if padded:
+        order.append(torch.zeros(batch * (generated + padded) - starts[-1], dtype=torch.int64))
     return Packing(
         torch.cat(order).to(device),
         torch.cat(own).to(device),
@@ -233,41 +242,55 @@ class Cosmos3Denoiser(Denoiser):
     def compile_units(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        cache = cast(PromptCache, conditioning)
-        self._check(x, sigma, cache)
-        self.forwards += x.shape[0]
+    def velocity(self, x: Tensor, sigma: Tensor, reading: Reading) -> Tensor:
+        keys, values, cos, sin, mask, *packed = cast(tuple[Any, ...], reading)
         hidden = self.proj_in(patchify(x.to(self.proj_in.weight.dtype), self.patch))
         hidden = hidden + self._time(sigma).to(hidden.dtype)[:, None]
-        placing = self._placing(cache, x.shape, hidden)
-        for layer, keys, values in zip(self.layers, cache.keys.unbind(), cache.values.unbind(), strict=True):
-            hidden = self.run(layer, hidden, keys, values, *placing)
+        placing = (cos, sin, mask, Packing(*packed) if packed else None)
+        for layer, of_layer, values_of_layer in zip(self.layers, keys.unbind(), values.unbind(), strict=True):
+            hidden = self.run(layer, hidden, of_layer, values_of_layer, *placing)
         return unpatchify(self.proj_out(self.norm_moe_gen(hidden)), self.patch, x.shape).float()
 
-    def _check(self, x: Tensor, sigma: Tensor, cache: PromptCache) -> None:
+    def check(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
         if x.dim() != 5 or x.shape[1] != self.channels or x.shape[2] < 1:
             raise ValueError(f"x must be [B, {self.channels}, T, H, W], got {tuple(x.shape)}")
-        if sigma.shape != x.shape[:1] or cache.rows != x.shape[0]:
-            raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {cache.rows}")
+        if sigma.shape != x.shape[:1] or conditioning.rows != x.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {conditioning.rows}")
 
     def _time(self, sigma: Tensor) -> Tensor:
         scaled = sigma.float() * 1000.0 * self.timestep_scale
         dtype = next(self.time_embedder.parameters()).dtype
         return cast(Tensor, self.call(self.time_embedder, self.time_proj(scaled).to(dtype)))
 
-    def _placing(self, cache: PromptCache, shape: torch.Size, like: Tensor) -> tuple[Any, ...]:
-        """Rope of the image tokens, [B, 1, N, D] each, mask and packing; the same for every step of a batch."""
-        key = (shape[2:], like.dtype, like.device)
+    def reading(self, x: Tensor, conditioning: Conditioning, *, fixed: bool = False) -> Reading | None:
+        """Keys, values, cosine and sine [B, 1, N, D], mask, and the five parts of a packing, if there is one."""
+        cache = cast(PromptCache, conditioning)
+        key = (x.shape[2:], x.device, fixed)
         if key not in cache.memo:
-            mask, packing = cache.attention_mask(like.shape[1]), None
-            if mask is not None and packs(cache.keys, cache.keys.shape[-1]):
-                mask, packing = None, pack(cache.lengths, like.shape[1], like.device)
-            cache.memo[key] = (*self._rope(cache.lengths, shape, like), mask, packing)
-        return cast(tuple[Any, ...], cache.memo[key])
+            cache.memo[key] = self._fixed(x, cache) if fixed else self._ragged_or_masked(x, cache)
+        return cast("Reading | None", cache.memo[key])
+
+    def _ragged_or_masked(self, x: Tensor, cache: PromptCache) -> Reading:
+        tokens = self._image_tokens(x)
+        mask, packing = cache.attention_mask(tokens), None
+        if mask is not None and packs(cache.keys, cache.keys.shape[-1]):
+            mask, packing = None, pack(cache.lengths, tokens, x.device)
+        return (cache.keys, cache.values, *self._rope(cache.lengths, x), mask, *(packing or ()))
+
+    def _fixed(self, x: Tensor, cache: PromptCache) -> Reading | None:
+        if not packs(cache.keys, cache.keys.shape[-1]):
+            return None
+        short = -cache.keys.shape[-2] % _PADDED
+        keys, values = (F.pad(part, (0, 0, 0, short)) for part in (cache.keys, cache.values))
+        packing = pack(cache.lengths, self._image_tokens(x), x.device, padded=keys.shape[-2])
+        return (keys, values, *self._rope(cache.lengths, x), None, *packing)
+
+    def _image_tokens(self, x: Tensor) -> int:
+        return self.tokens((x.shape[1], x.shape[2], x.shape[3], x.shape[4]))
 
     @torch.no_grad()
-    def _rope(self, lengths: tuple[int, ...], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-        frames, rows, columns = shape[2], -(-shape[3] // self.patch), -(-shape[4] // self.patch)
+    def _rope(self, lengths: tuple[int, ...], x: Tensor) -> tuple[Tensor, Tensor]:
+        frames, rows, columns = x.shape[2], -(-x.shape[3] // self.patch), -(-x.shape[4] // self.patch)
         # The image starts a fixed margin after its own prompt ends, so the frames' positions differ between rows. How
         # many frames a latent stands for is in both of upstream's rates, and cancels.
         ids = [
@@ -282,6 +305,6 @@ class Cosmos3Denoiser(Denoiser):
             )[0]
             for length in lengths
         ]
-        positions = torch.stack(ids, dim=1).to(like.device)
-        cos, sin = self.rotary_emb(position_ids=positions, device=like.device, dtype=like.dtype)
+        positions = torch.stack(ids, dim=1).to(x.device)
+        cos, sin = self.rotary_emb(position_ids=positions, device=x.device, dtype=self.proj_in.weight.dtype)
         return cos[:, None], sin[:, None]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from nftctl.model.copies import Copies
     from nftctl.model.decoder import Decoded
+    from nftctl.model.recorded import Recorder
     from nftctl.model.shard import Sharding
     from nftctl.model.weights import StoredWeights
 
@@ -68,6 +69,10 @@ class PromptEncoder(Protocol):
         ...
 
 
+Reading = tuple[Tensor | int | None, ...]
+"""What the layers read of a batch's prompts and places, laid out flat."""
+
+
 class Denoiser(nn.Module, ABC):
     """The adapted, sharded and compiled part: (x_t, sigma, prompt) -> v.
 
@@ -90,9 +95,35 @@ class Denoiser(nn.Module, ABC):
     copies: Copies | None = None
     """Set where all weights are trained; None: the copies are the adapters (see `copies.copies_of`)."""
 
-    @abstractmethod
+    recorder: Recorder | None = None
+    """Set where forwards with whole weights are recorded and played."""
+    copy_in_use: str = "policy"
+    """The copy of the weights that forwards use now."""
+    lowered: bool = False
+    """Whether forwards multiply in FP8 now."""
+
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return v [B, C, T, H, W] float32 from x of that shape and sigma [B] float32 in [0, 1]."""
+        self.check(x, sigma, conditioning)
+        self.forwards += x.shape[0]
+        if self.recorder is not None and self._whole:
+            return self.recorder.velocity(x, sigma, conditioning)
+        return self.velocity(x, sigma, self.reading(x, conditioning) or ())
+
+    @abstractmethod
+    def check(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
+        """Raise ValueError for shapes that do not belong together."""
+
+    @abstractmethod
+    def reading(self, x: Tensor, conditioning: Conditioning, *, fixed: bool = False) -> Reading | None:
+        """What the layers read beside x; computed once for a conditioning and a shape of x.
+
+        `fixed` has batches of one number of rows share few shapes, whatever their prompts are; None where it cannot.
+        """
+
+    @abstractmethod
+    def velocity(self, x: Tensor, sigma: Tensor, reading: Reading) -> Tensor:
+        """The work of `forward`: nothing in it depends on a tensor's contents but through kernels."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs) if self._whole else super().__call__(*args, **kwargs)

@@ -102,8 +102,10 @@ class Fp8Rollout:
             self._weights = [quantise(module.weight) for module in self._modules]
         for module, weight in zip(self._modules, self._weights, strict=True):
             module.quantised = weight
+        self._denoiser.lowered = True
         try:
             yield
         finally:
+            self._denoiser.lowered = False
             for module in self._modules:
                 module.quantised = None

@@ -15,7 +15,7 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from nftctl.model.family import Conditioning, Denoiser
+from nftctl.model.family import Conditioning, Denoiser, Reading
 from nftctl.model.sd3_encoder import PromptEmbeds
 
 
@@ -145,24 +145,30 @@ class Sd3Denoiser(Denoiser):
     def compile_units(self) -> list[nn.Module]:
         return list(self.transformer_blocks)
 
-    def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        prompts = cast(PromptEmbeds, conditioning)
-        self._check(x, sigma, prompts)
-        self.forwards += x.shape[0]
+    def velocity(self, x: Tensor, sigma: Tensor, reading: Reading) -> Tensor:
+        embeds, pooled, tail = cast(tuple[Tensor, Tensor, int], reading)
         hidden = self.pos_embed(x[:, :, 0])
-        temb = self.time_text_embed(sigma.float() * 1000.0, prompts.pooled.to(hidden.dtype))
-        last = prompts.embeds.shape[1] - prompts.tail + 1
-        context = self.context_embedder(prompts.embeds[:, :last].to(hidden.dtype))
-        attention = {"tail": prompts.tail} if prompts.tail > 1 else None
+        temb = self.time_text_embed(sigma.float() * 1000.0, pooled.to(hidden.dtype))
+        context = self.context_embedder(embeds.to(hidden.dtype))
+        attention = {"tail": tail} if tail > 1 else None
         for block in self.transformer_blocks:
             context, hidden = self.run(block, hidden, context, temb, attention)
         return self._unpatchify(self.proj_out(self.norm_out(hidden, temb)), x.shape).float()
 
-    def _check(self, x: Tensor, sigma: Tensor, prompts: PromptEmbeds) -> None:
+    def reading(self, x: Tensor, conditioning: Conditioning, *, fixed: bool = False) -> Reading:
+        """Embeddings of the prompt tokens that differ, pooled embeddings, and how many tokens the last one stands for.
+
+        All prompts have one number of tokens, so `fixed` changes nothing.
+        """
+        prompts = cast(PromptEmbeds, conditioning)
+        last = prompts.embeds.shape[1] - prompts.tail + 1
+        return prompts.embeds[:, :last], prompts.pooled, prompts.tail
+
+    def check(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
         if x.dim() != 5 or x.shape[1] != self.channels or x.shape[2] != 1:
             raise ValueError(f"x must be [B, {self.channels}, 1, H, W], got {tuple(x.shape)}")
-        if sigma.shape != x.shape[:1] or prompts.rows != x.shape[0]:
-            raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {prompts.rows}")
+        if sigma.shape != x.shape[:1] or conditioning.rows != x.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} rows, sigma {tuple(sigma.shape)}, conditioning {conditioning.rows}")
 
     def _unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
         """[B, N, patch * patch * C], channel fastest -> [B, C, 1, H, W]. Never a view: FSDP hooks what is returned."""

@@ -54,6 +54,7 @@ class Sharding:
 
     frozen   nothing but adapters is trained, so gathered weights never grow stale
     whole    frozen weights are whole on this rank, and forwards need no hooks
+    gathering   counts how often gathered weights were given back: the next ones lie elsewhere
     """
 
     policy: Policy
@@ -61,6 +62,7 @@ class Sharding:
     all_gather: CountedAllGather
     frozen: bool
     whole: bool = False
+    gathering: int = 0
 
 
 def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> None:
@@ -150,6 +152,7 @@ def release(denoiser: Denoiser) -> None:
     if sharding is not None:
         for unit in sharding.units:
             unit.reshard()
+        sharding.gathering += sharding.whole and bool(sharding.units)
         sharding.whole = sharding.policy == "replicate-base"
 
 

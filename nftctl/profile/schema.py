@@ -215,6 +215,9 @@ class Model(Section):
     compile: Literal["auto", "always", "never"] = "auto"
     """Compile the denoiser's layers, one graph for each shape of batch; `auto` does on GPUs, unless
     `job.deterministic` asks for the same bits from run to run."""
+    cuda_graphs: Literal["auto", "never"] = "auto"
+    """Record forwards, and training's backward, as CUDA graphs, which a GPU plays without waiting for Python; `auto`
+    does on GPUs where the base is frozen and whole, `job.deterministic` is off, and there is memory to spare."""
     shard: Literal["auto", "gather-once", "reshard", "replicate-base"] = "auto"
     """Memory policy of the sharded base: gather it once and keep it, or gather layer by layer at every forward; `auto`
     takes the former where the GPUs have room. `replicate-base` shards nothing: each rank holds a frozen base whole."""

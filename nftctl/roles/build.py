@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.model import adapters, compiled, fp8, shard
+from nftctl.model import adapters, compiled, fp8, recorded, shard
 from nftctl.model.copies import FullCopies, copies_of
 from nftctl.model.family import Denoiser, Family, PromptEncoder
 from nftctl.model.registry import load_family
@@ -157,6 +157,8 @@ def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: 
     lowered = _lowered(denoiser, device) if rl.rollout_precision == "fp8" else None
     if compiled.wanted(model, device=device, deterministic=profile.job.deterministic):
         compiled.compile_layers(denoiser)
+    if not full and recorded.wanted(model, device=device, deterministic=profile.job.deterministic):
+        denoiser.recorder = recorded.Recorder(denoiser)
     if full:
         denoiser.copies = FullCopies(denoiser, old=rl.old.build_old, reference=rl.kl_beta > 0, ema=rl.ema_decay > 0)
     return lowered

@@ -24,7 +24,7 @@ OUTSIDE_SECTIONS = ("checkpoint", "logging", "samples", "eval")
 
 OUTSIDE_KEYS = frozenset({
     "job.name", "job.run_dir", "rl.max_steps", "grid.address", "grid.collective_timeout_s",
-    "model.shard", "model.compile", "model.gradient_checkpointing", "model.prompt_encoder",
+    "model.shard", "model.compile", "model.cuda_graphs", "model.gradient_checkpointing", "model.prompt_encoder",
     "reward.deadline_s", "reward.connect_timeout_s", "reward.read_timeout_s", "reward.retries",
     # Paths: the content hashes below stand in for them.
     "rl.init_from", "model.vae", "model.tokenizer", "data.prompt_file",

@@ -181,6 +181,19 @@ def test_a_packing_takes_every_true_key_once_and_no_padding() -> None:
     assert packing.longest == 256
 
 
+def test_packings_of_one_padded_length_are_of_one_shape() -> None:
+    seen = [cosmos3_denoiser.pack(lengths, 2, torch.device("cpu"), padded=4) for lengths in ((2, 1, 3), (4, 4, 4))]
+    assert seen[0].order.tolist() == [6, 7, 0, 1, 10, 2, 3, 14, 15, 16, 4, 5, *[0] * 6]
+    assert seen[0].own.tolist() == [2, 3, 5, 6, 10, 11]
+    # No query reads beyond its row's last key, so what fills the order up is never read.
+    assert seen[0].keys.tolist() == [0, 4, 7, 12]
+    assert seen[1].order.tolist() == [6, 7, 8, 9, 0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17, 4, 5]
+    for one, other in zip(*seen, strict=True):
+        assert (one.shape if isinstance(one, torch.Tensor) else one) == (
+            other.shape if isinstance(other, torch.Tensor) else other
+        )
+
+
 def test_gradients_reach_both_towers_and_equal_those_of_diffusers() -> None:
     stock = build_transformer()
     tower, denoiser = split(stock)
