@@ -200,7 +200,7 @@ def weights(denoiser: Denoiser, which: Weights) -> Iterator[None]:
 def _cast(denoiser: Denoiser, adapter: str) -> Sequence[tuple[Tensor, Tensor] | None]:
     """Both matrices of every layer in the base's precision: once for all forwards of a rollout, always in one place."""
     layers = list(lora_layers(denoiser).values())
-    if layers[0].base_layer.weight.dtype == layers[0].lora_A[adapter].weight.dtype:
+    if not layers or layers[0].base_layer.weight.dtype == layers[0].lora_A[adapter].weight.dtype:
         return [None] * len(layers)
     kept: dict[str, list[Tensor]] = denoiser.__dict__.setdefault("_in_base_precision", {})
     now = [side[adapter].weight.detach() for layer in layers for side in (layer.lora_A, layer.lora_B)]

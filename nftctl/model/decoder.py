@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
 from nftctl.errors import Finding, ProfileRefused, TrainingFailed
+from nftctl.model import still
 from nftctl.model.weights import load_component
 from nftctl.profile.schema import Model
 
@@ -119,6 +120,7 @@ class WanDecoder(VaeDecoder):
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(vae.config.latents_mean, dtype=vae.dtype, device=vae.device).view(shape)
         self.inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=vae.dtype, device=vae.device).view(shape)
+        still.prepare(vae)
 
     @property
     def channels(self) -> int:
@@ -129,7 +131,10 @@ class WanDecoder(VaeDecoder):
         return int(self.vae.config.scale_factor_spatial)
 
     def pixels(self, x0: Tensor) -> Tensor:
-        pixels: Tensor = self.vae.decode(x0 / self.inverse_std + self.mean).sample
+        z = x0 / self.inverse_std + self.mean
+        if z.shape[2] == 1 and not self.vae.use_tiling:
+            return still.decode(self.vae, z)
+        pixels: Tensor = self.vae.decode(z).sample
         return pixels
 
 

@@ -96,7 +96,8 @@ def read_decoder(base: Base, model: Model, family: str) -> Decoder:
         widest = widths[1] if len(widths) > 1 else (widths or [64])[0]
         return Decoder(numbers, scale, widest, 1, count("sample_size", 32))
     channels = count("decoder_base_dim", count("base_dim", 96))
-    return Decoder(numbers, scale, channels, count("patch_size", 1), _WAN_TILE)
+    # A third more, at the most: the slices of its convolutions that single frames go through.
+    return Decoder(numbers * 4 // 3, scale, channels, count("patch_size", 1), _WAN_TILE)
 
 
 def estimate(

@@ -305,7 +305,8 @@ class Reward(Section):
     """Images per request; the service's own limit also holds."""
     encoding: Literal["png", "jpeg", "raw"] = "png"
     """Image encoding on the wire of `nftctl-reward/1`. `jpeg` is smaller and faster than `png`, and lossy: scorers see
-    its artefacts, and the policy learns to please them."""
+    its artefacts, and the policy learns to please them. An embedded scorer, on the same host, gets the pixels of `png`
+    as they are."""
     jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
     """Quality of `encoding = "jpeg"`, at full colour resolution."""
 

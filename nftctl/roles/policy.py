@@ -66,7 +66,8 @@ class PolicyRole:
             betas=(s.betas[0], s.betas[1]),
             eps=s.eps,
             weight_decay=s.weight_decay,
-            foreach=True,
+            # On a GPU the counts of steps then stay there, and a step is few kernels.
+            **({"fused": True} if device.type == "cuda" and profile.model.train == "lora" else {"foreach": True}),
         )
         self._prepared: list[Pairs] = []
         self._order: dict[int, int] = {}
