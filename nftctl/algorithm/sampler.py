@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nftctl.algorithm.schedule import sigmas, solver_weights
+from nftctl.staging import send
 
 Conditioning = TypeVar("Conditioning")
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -31,8 +32,8 @@ def sample(
     """
     if noise.ndim < 2:
         raise ValueError(f"sample needs latents of shape [B, C, ...], got {tuple(noise.shape)}")
-    weights = solver_weights(steps, shift).to(noise)
-    at = torch.tensor(sigmas(steps, shift)[:-1], device=noise.device)[:, None].expand(steps, len(noise)).contiguous()
+    weights = send(solver_weights(steps, shift).to(noise.dtype), noise.device)
+    at = send(torch.tensor(sigmas(steps, shift)[:-1]), noise.device)[:, None].expand(steps, len(noise)).contiguous()
     # The noise, then every velocity.
     parts = torch.empty(steps + 1, noise.numel(), dtype=noise.dtype, device=noise.device)
     parts[0] = noise.flatten()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
+from torch import nn
 
 from nftctl.model.basefolder import check_channels, check_media, part_folder, transformer_config
 from nftctl.model.cosmos3_denoiser import Cosmos3Denoiser
@@ -19,7 +20,7 @@ from nftctl.model.cosmos3_encoder import Cosmos3PromptEncoder, UnderstandingTowe
 from nftctl.model.cosmos3_tokens import Cosmos3Tokens, load_tokenizer
 from nftctl.model.decoder import PixelDecoder, WanDecoder, pixel_decoder
 from nftctl.model.family import Family, LoadReport
-from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
+from nftctl.model.residence import InHostMemory, ReadAnew, Residence
 from nftctl.model.weights import Destination, StoredWeights, load_strictly, stored_dtype
 from nftctl.profile.artifacts import Base, inspect_folder
 from nftctl.profile.schema import Model
@@ -127,10 +128,18 @@ def load_towers(
 
 def _residence(home: str, tower: UnderstandingTower, stored: StoredWeights, device: torch.device) -> Residence:
     if home == "offload":
-        return InHostMemory([tower], device)
-    if home == "per-step":
-        return ReadAnew(lambda: stored.fill(tower, device), lambda: forget(tower), stored.files, device)
-    return Residence()
+        return InHostMemory(tower.units, device, one_by_one=True)
+    if home != "per-step":
+        return Residence()
+    units = {unit: _under(name, unit) for name, unit in tower.named_modules() if unit in tower.units}
+    return ReadAnew(units, lambda unit: stored.fill(units[unit], device), stored.files, device, one_by_one=True)
+
+
+def _under(path: str, module: nn.Module) -> nn.Module:
+    """Something that holds nothing but a module under that path, so that its tensors have the names of the files."""
+    for name in reversed(path.split(".")):
+        module = nn.ModuleDict({name: module})
+    return module
 
 
 def empty_transformer(folder: Path) -> Cosmos3OmniTransformer:

@@ -21,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
 from nftctl.model.family import Conditioning, Denoiser, Reading
+from nftctl.staging import send
 
 # Of the whole transformer: heads for sound and action, which belong to neither tower.
 OTHER_MODALITIES = ("audio_", "action_")
@@ -87,10 +88,10 @@ def pack(lengths: tuple[int, ...], generated: int, device: torch.device, *, padd
     if padded:
         order.append(torch.zeros(batch * (generated + padded) - starts[-1], dtype=torch.int64))
     return Packing(
-        torch.cat(order).to(device),
-        torch.cat(own).to(device),
+        send(torch.cat(order), device),
+        send(torch.cat(own), device),
         torch.arange(0, batch * generated + 1, generated, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
+        send(torch.tensor(starts, dtype=torch.int32), device),
         -(-(generated + longest) // _LENGTHS) * _LENGTHS,
     )
 
@@ -305,6 +306,6 @@ class Cosmos3Denoiser(Denoiser):
             )[0]
             for length in lengths
         ]
-        positions = torch.stack(ids, dim=1).to(x.device)
+        positions = send(torch.stack(ids, dim=1), x.device)
         cos, sin = self.rotary_emb(position_ids=positions, device=x.device, dtype=self.proj_in.weight.dtype)
         return cos[:, None], sin[:, None]

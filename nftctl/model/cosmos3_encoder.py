@@ -1,13 +1,15 @@
 """Cosmos3's prompt encoder: the understanding tower, run once per prompt, leaves per-layer keys and values.
 
 The tower reads the prompt causally and never sees latents or timesteps, so what the generation tower needs of it is a
-function of the prompt alone. Built from diffusers' own modules. Refuses token ids that the embedding does not hold.
+function of the prompt alone. Prompts may pass it unit by unit, the embedding and then each layer, where the weights of
+no more than one unit are to be there. Built from diffusers' own modules. Refuses token ids that the embedding lacks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -125,6 +127,29 @@ class UnderstandingLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
 
+@dataclass(eq=False)
+class Passage:
+    """A batch of prompts on its way through the layers, and what those behind it have left."""
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    lengths: tuple[int, ...]
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def through(self, layer: nn.Module) -> None:
+        self.hidden, keys, values = layer(self.hidden, self.cos, self.sin)
+        self.keys.append(keys)
+        self.values.append(values)
+
+    def cache(self) -> PromptCache:
+        """What all layers left, which is held here no longer: of many prompts, only one is there twice at a time."""
+        keys, self.keys = torch.stack(self.keys), []
+        values, self.values = torch.stack(self.values), []
+        return PromptCache(keys, values, self.lengths)
+
+
 class UnderstandingTower(nn.Module):
     """Token ids -> PromptCache. Differentiable; shares parameters with the stock transformer it is made from."""
 
@@ -135,24 +160,61 @@ class UnderstandingTower(nn.Module):
         self.layers = nn.ModuleList(UnderstandingLayer(s, last=i == count - 1) for i, s in enumerate(stock.layers))
         self.rotary_emb = copy.deepcopy(stock.rotary_emb)
 
+    @property
+    def units(self) -> tuple[nn.Module, ...]:
+        """Modules that hold all parameters, in the order in which a prompt passes them."""
+        return (self.embed_tokens, *self.layers)
+
+    def bytes_per_token(self) -> int:
+        """What the cache of a prompt holds per token."""
+        layers: Any = self.layers
+        weights = [w for layer in layers for w in (layer.self_attn.to_k.weight, layer.self_attn.to_v.weight)]
+        return sum(weight.shape[0] * weight.itemsize for weight in weights)
+
     def forward(self, tokens: Tensor, lengths: Sequence[int]) -> PromptCache:
         """Run tokens [B, L] (int64, right-padded with any id) whose rows have `lengths` true tokens.
 
         Causal attention lets no true position see the padding behind it, so padding needs no mask here.
         """
-        hidden = self.embed_tokens(tokens)
-        # Text counts 0, 1, 2, ... on the three rope axes alike.
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, 1, -1)
-        cos, sin = self.rotary_emb(position_ids=positions, device=hidden.device, dtype=hidden.dtype)
-        keys, values = [], []
-        for layer in self.layers:
-            hidden, k, v = layer(hidden, cos[:, None], sin[:, None])
-            keys.append(k)
-            values.append(v)
-        return PromptCache(torch.stack(keys), torch.stack(values), tuple(int(n) for n in lengths))
+        return self._pass([(tokens, lengths)], lambda unit: nullcontext())[0]
 
     def run(self, prompts: Sequence[Sequence[int]]) -> PromptCache:
         """Pad lists of token ids to the longest and run them as one batch, with gradients if they are enabled."""
+        tokens, lengths = self._padded(prompts)
+        cache: PromptCache = self(tokens, lengths)
+        return cache
+
+    def run_each(
+        self, prompts: Sequence[Sequence[int]], unit: Callable[[nn.Module], AbstractContextManager[None]]
+    ) -> list[PromptCache]:
+        """Run each list of token ids alone, but all of them through one unit before any goes on to the next.
+
+        `unit` has the weights of the unit that it is given there, which need not be elsewhere.
+        """
+        return self._pass([self._padded([ids]) for ids in prompts], unit)
+
+    def _pass(
+        self,
+        batches: Sequence[tuple[Tensor, Sequence[int]]],
+        unit: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> list[PromptCache]:
+        with unit(self.embed_tokens):
+            passages = [self._start(tokens, lengths) for tokens, lengths in batches]
+        for layer in self.layers:
+            with unit(layer):
+                for passage in passages:
+                    passage.through(layer)
+        return [passage.cache() for passage in passages]
+
+    def _start(self, tokens: Tensor, lengths: Sequence[int]) -> Passage:
+        hidden = self.embed_tokens(tokens.to(self.embed_tokens.weight.device))
+        # Text counts 0, 1, 2, ... on the three rope axes alike.
+        positions = torch.arange(tokens.shape[1], device=hidden.device).expand(3, 1, -1)
+        cos, sin = self.rotary_emb(position_ids=positions, device=hidden.device, dtype=hidden.dtype)
+        return Passage(hidden, cos[:, None], sin[:, None], tuple(int(n) for n in lengths))
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Tokens [B, L] in host memory, and how many of each row are true."""
         limit = self.embed_tokens.num_embeddings
         for ids in prompts:
             if not ids or not all(0 <= token < limit for token in ids):
@@ -162,13 +224,11 @@ class UnderstandingTower(nn.Module):
                 )
         longest = max(len(ids) for ids in prompts)
         rows = [[*ids, *[0] * (longest - len(ids))] for ids in prompts]
-        tokens = torch.tensor(rows, dtype=torch.long, device=self.embed_tokens.weight.device)
-        cache: PromptCache = self(tokens, [len(ids) for ids in prompts])
-        return cache
+        return torch.tensor(rows, dtype=torch.long), [len(ids) for ids in prompts]
 
 
 class Cosmos3PromptEncoder(RememberingEncoder[tuple[str, bool], PromptCache]):
-    """The frozen tower behind a tokenizer."""
+    """The frozen tower behind a tokenizer. Where its weights come and go, they do so unit by unit."""
 
     def __init__(
         self,
@@ -189,6 +249,9 @@ class Cosmos3PromptEncoder(RememberingEncoder[tuple[str, bool], PromptCache]):
     def _key(self, prompt: str, negative: bool) -> tuple[str, bool]:
         return prompt, negative
 
+    def _bytes(self, prompt: str, negative: bool) -> int:
+        return len(self.tokenize(prompt, negative)) * self.tower.bytes_per_token()
+
     @torch.no_grad()
-    def _run(self, prompt: str, negative: bool) -> PromptCache:
-        return self.tower.run([self.tokenize(prompt, negative)])
+    def _run(self, prompts: Sequence[str], negative: bool) -> list[PromptCache]:
+        return self.tower.run_each([self.tokenize(prompt, negative) for prompt in prompts], self._residence.unit)

@@ -1,6 +1,6 @@
 """A bounded memory of encoded prompts, least recently used first to go, and an encoder that lives behind one.
 
-Owns the order in which prompts are run: one at a time, each once, all that are missing in one visit of the weights.
+Owns which prompts are run: each once, and all that a call lacks together, in one visit of the weights.
 """
 
 from __future__ import annotations
@@ -42,18 +42,27 @@ class Remembered(Generic[Key, Value]):
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._held = 0
 
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of `key`, from memory or from `make`."""
-        if key in self._values:
+    def peek(self, key: Key) -> Value | None:
+        """The value of `key` where it is remembered; does not count as a use."""
+        return self._values.get(key)
+
+    def get(self, keys: Sequence[Key], make: Callable[[list[Key]], Sequence[Value]]) -> list[Value]:
+        """The values of `keys`, no two of them equal, from memory or, for all that it lacks, from one call of `make`.
+
+        They are used in this order: the last is the newest.
+        """
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            fresh = make(missing)
+            self._values.update(zip(missing, fresh, strict=True))
+            self.made += len(missing)
+            self._held += sum(value.nbytes for value in fresh)
+        for key in keys:
             self._values.move_to_end(key)
-            return self._values[key]
-        value = make()
-        self.made += 1
-        self._values[key] = value
-        self._held += value.nbytes
+        found = [self._values[key] for key in keys]
         while self._held > self.limit and len(self._values) > 1:
             self._held -= self._values.popitem(last=False)[1].nbytes
-        return value
+        return found
 
 
 class RememberingEncoder(ABC, Generic[Key, Value]):
@@ -90,34 +99,49 @@ class RememberingEncoder(ABC, Generic[Key, Value]):
 
         Where any of them has to be run, prompts of `ahead` are run too, as far as the memory can hold them.
         """
-        before = self.encoded
+        before, wanted = self.encoded, list(dict.fromkeys(prompts))
+        if any(self._remembered.peek(self._key(prompt, negative)) is None for prompt in wanted):
+            wanted += self._next(ahead, wanted, negative)
+        by_key = {self._key(prompt, negative): prompt for prompt in wanted}
         with self.visit():
-            found = {prompt: self._one(prompt, negative) for prompt in dict.fromkeys(prompts)}
-            if self.encoded > before:
-                self._look_ahead(ahead, negative, found)
+            values = self._remembered.get(
+                list(by_key), lambda missing: self._made([by_key[key] for key in missing], negative)
+            )
         if self.encoded > before:
             log.info("%d prompts encoded, visit %d of the prompt encoder", self.encoded - before, self.visits)
-        return [cast(Conditioning, found[prompt]) for prompt in prompts]
+        found = dict(zip(by_key, values, strict=True))
+        return [cast(Conditioning, found[self._key(prompt, negative)]) for prompt in prompts]
 
-    def _look_ahead(self, ahead: Sequence[str], negative: bool, found: dict[str, Value]) -> None:
-        held = sum(value.nbytes for value in found.values())
+    def _next(self, ahead: Sequence[str], wanted: Sequence[str], negative: bool) -> list[str]:
+        """Those of `ahead` that are remembered together with the prompts that are wanted now."""
+        chosen: list[str] = []
+        if not ahead:
+            return chosen
+        held = sum(self._size(prompt, negative) for prompt in wanted)
         for prompt in dict.fromkeys(ahead):
             if held >= self._remembered.limit:
                 break
-            if prompt not in found:
-                held += self._one(prompt, negative).nbytes
+            if prompt not in wanted:
+                chosen.append(prompt)
+                held += self._size(prompt, negative)
+        return chosen
 
-    def _one(self, prompt: str, negative: bool) -> Value:
-        return self._remembered.get(self._key(prompt, negative), lambda: self._made(prompt, negative))
+    def _size(self, prompt: str, negative: bool) -> int:
+        known = self._remembered.peek(self._key(prompt, negative))
+        return self._bytes(prompt, negative) if known is None else known.nbytes
 
-    def _made(self, prompt: str, negative: bool) -> Value:
+    def _made(self, prompts: Sequence[str], negative: bool) -> list[Value]:
         self._residence.arrive()
-        return self._run(prompt, negative)
+        return self._run(prompts, negative)
 
     @abstractmethod
     def _key(self, prompt: str, negative: bool) -> Key:
         """What one result serves."""
 
     @abstractmethod
-    def _run(self, prompt: str, negative: bool) -> Value:
-        """Run one prompt, with the weights there."""
+    def _bytes(self, prompt: str, negative: bool) -> int:
+        """Size of what `_run` will leave of a prompt."""
+
+    @abstractmethod
+    def _run(self, prompts: Sequence[str], negative: bool) -> list[Value]:
+        """Run prompts, each alone, during a visit that has begun."""

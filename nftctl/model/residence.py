@@ -1,7 +1,8 @@
 """Where a frozen prompt encoder lives while no prompt is encoded: on the device, in host memory, or nowhere.
 
-Owns the visits of its weights to the device and their count. What is brought is the same to the bit in every way.
-Refuses weight files that are no longer those that the run began from.
+Owns the visits of its weights to the device and their count: of all its modules together, or of one at a time, so that
+the device never holds more than the largest. What is brought is the same to the bit in every way. Refuses weight files
+that are no longer those that the run began from.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nftctl.errors import CheckpointUnusable
 
 
 class Residence:
-    """On the device for good. The others say what a visit begins and ends with."""
+    """On the device for good. The others say what a visit, and the time of one module in it, begin and end with."""
 
     def __init__(self) -> None:
         self.visits = 0
@@ -35,71 +36,130 @@ class Residence:
             self._nested -= 1
             if not self._nested and self._here:
                 self._here = False
-                self._leave()
+                self._end()
 
     def arrive(self) -> None:
-        """Have the weights on the device. Only inside `visit`."""
+        """Begin to encode: weights that come together come now. Only inside `visit`."""
         if not self._nested:
             raise RuntimeError("the weights of a prompt encoder are only there during a visit")
         if not self._here:
             self._here = True
             self.visits += 1
-            self._bring()
+            self._begin()
 
-    def _bring(self) -> None:
+    @contextmanager
+    def unit(self, module: nn.Module) -> Iterator[None]:
+        """Have the weights of one module on the device inside. Only after `arrive`."""
+        if not self._here:
+            raise RuntimeError("a unit of a prompt encoder is only there once its visit has begun")
+        try:
+            self._enter(module)
+            yield
+        finally:
+            self._exit(module)
+
+    def _begin(self) -> None:
         pass
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
+        pass
+
+    def _enter(self, module: nn.Module) -> None:
+        pass
+
+    def _exit(self, module: nn.Module) -> None:
         pass
 
 
-class InHostMemory(Residence):
-    """In host memory, pinned where the device is a GPU. Frozen weights need no way back: their copy is dropped."""
+class Visiting(Residence):
+    """Modules that come to the device for a visit, or `one_by_one`, each for its own `unit` alone."""
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, one_by_one: bool) -> None:
         super().__init__()
-        self._device = device
-        self._held = []
-        for module in modules:
-            for buffer in module.buffers():  # small, and some are computed and in no file
-                buffer.data = buffer.data.to(device)
-            for parameter in module.parameters():
-                if device.type == "cuda":
-                    parameter.data = parameter.data.pin_memory()
-                self._held.append((parameter, parameter.data))
+        self._modules, self._device, self._one_by_one = tuple(modules), device, one_by_one
 
-    def _bring(self) -> None:
-        for parameter, host in self._held:
-            parameter.data = host.to(self._device, non_blocking=True)
+    def _begin(self) -> None:
+        if not self._one_by_one:
+            for module in self._modules:
+                self._bring(module)
 
-    def _leave(self) -> None:
-        for parameter, host in self._held:
-            parameter.data = host
+    def _end(self) -> None:
+        if not self._one_by_one:
+            for module in self._modules:
+                self._leave(module)
+        # Not after each unit: the next one takes the same memory, in the order of one stream, without waiting.
         give_back(self._device)
 
+    def _enter(self, module: nn.Module) -> None:
+        if self._one_by_one:
+            self._bring(module)
 
-class ReadAnew(Residence):
-    """Nowhere: `read` makes the weights real on the device, from `files`, and `drop` lets go of them."""
+    def _exit(self, module: nn.Module) -> None:
+        if self._one_by_one:
+            self._leave(module)
+
+    def _bring(self, module: nn.Module) -> None:
+        raise NotImplementedError
+
+    def _leave(self, module: nn.Module) -> None:
+        """Undo `_bring`, also where it failed half way."""
+        raise NotImplementedError
+
+
+class InHostMemory(Visiting):
+    """In host memory, pinned where the device is a GPU. Frozen weights need no way back: their copy is dropped."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, one_by_one: bool = False) -> None:
+        super().__init__(modules, device, one_by_one=one_by_one)
+        self._held = {module: self._settled(module) for module in self._modules}
+
+    def _settled(self, module: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        for buffer in module.buffers():  # small, and some are computed and in no file
+            buffer.data = buffer.data.to(self._device)
+        for parameter in module.parameters():
+            if self._device.type == "cuda":
+                parameter.data = parameter.data.pin_memory()
+        return [(parameter, parameter.data) for parameter in module.parameters()]
+
+    def _bring(self, module: nn.Module) -> None:
+        for parameter, host in self._held[module]:
+            parameter.data = host.to(self._device, non_blocking=True)
+
+    def _leave(self, module: nn.Module) -> None:
+        for parameter, host in self._held[module]:
+            parameter.data = host
+
+
+class ReadAnew(Visiting):
+    """Nowhere: `read` makes the weights of one of the modules real on the device, from `files`."""
 
     def __init__(
-        self, read: Callable[[], None], drop: Callable[[], None], files: Sequence[Path], device: torch.device
+        self,
+        modules: Iterable[nn.Module],
+        read: Callable[[nn.Module], None],
+        files: Sequence[Path],
+        device: torch.device,
+        *,
+        one_by_one: bool = False,
     ) -> None:
-        super().__init__()
-        self._read, self._drop, self._device = read, drop, device
+        super().__init__(modules, device, one_by_one=one_by_one)
+        self._read = read
         self._files = {file: _stamp(file) for file in files}
 
-    def _bring(self) -> None:
+    def _begin(self) -> None:
         for file, stamp in self._files.items():
             if _stamp(file) != stamp:
                 raise CheckpointUnusable(
                     f"{file} is not what it was when this run began, and new prompts need it",
                     hint='put the base back; model.prompt_encoder = "offload" reads it only at the start',
                 )
-        self._read()
+        super()._begin()
 
-    def _leave(self) -> None:
-        self._drop()
-        give_back(self._device)
+    def _bring(self, module: nn.Module) -> None:
+        self._read(module)
+
+    def _leave(self, module: nn.Module) -> None:
+        forget(module)
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

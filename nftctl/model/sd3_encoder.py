@@ -98,8 +98,16 @@ class Sd3PromptEncoder(RememberingEncoder[str, PromptEmbeds]):
     def _key(self, prompt: str, negative: bool) -> str:
         return prompt
 
+    def _bytes(self, prompt: str, negative: bool) -> int:
+        read: Any = self.pipeline.transformer.config
+        tokens = self.pipeline.tokenizer_max_length + T5_TOKENS
+        return int(tokens * read.joint_attention_dim + read.pooled_projection_dim) * self.parts.clip_l[0].dtype.itemsize
+
+    def _run(self, prompts: Sequence[str], negative: bool) -> list[PromptEmbeds]:
+        return [self._embeds(prompt) for prompt in prompts]
+
     @torch.no_grad()
-    def _run(self, prompt: str, negative: bool) -> PromptEmbeds:
+    def _embeds(self, prompt: str) -> PromptEmbeds:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=[prompt], prompt_2=None, prompt_3=None, device=self.device, do_classifier_free_guidance=False,
             max_sequence_length=T5_TOKENS,
@@ -113,23 +121,19 @@ def _residence(home: str, parts: TextParts, device: torch.device) -> Residence:
         return InHostMemory(encoders, device)
     if home != "per-step":
         return Residence()
-    sources = [(encoder, Path(encoder.name_or_path), encoder.dtype) for encoder in encoders]
+    sources = {encoder: (Path(encoder.name_or_path), encoder.dtype) for encoder in encoders}
 
-    def read() -> None:
-        for encoder, folder, dtype in sources:
-            fresh = load_component(type(encoder), folder, dtype=dtype).to(device)
-            encoder.load_state_dict(fresh.state_dict(), assign=True)
-
-    def drop() -> None:
-        for encoder in encoders:
-            forget(encoder)
+    def read(encoder: nn.Module) -> None:
+        folder, dtype = sources[encoder]
+        fresh = load_component(type(encoder), folder, dtype=dtype).to(device)
+        encoder.load_state_dict(fresh.state_dict(), assign=True)
 
     for encoder in encoders:
         for buffer in encoder.buffers():
             buffer.data = buffer.data.to(device)
-    drop()
-    files = [file for _, folder, _ in sources for file in weight_files(folder, TRANSFORMERS_STEM)]
-    return ReadAnew(read, drop, files, device)
+        forget(encoder)
+    files = [file for folder, _ in sources.values() for file in weight_files(folder, TRANSFORMERS_STEM)]
+    return ReadAnew(encoders, read, files, device)
 
 
 def load_text_parts(base: Path, *, t5: bool, dtype: torch.dtype, device: torch.device) -> TextParts:

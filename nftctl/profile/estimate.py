@@ -111,13 +111,15 @@ def estimate(
         size = estimate_cosmos3.anatomy(profile, base, weights, decoder.scale, prompts)
     if size is None:
         return None
+    whole = contract.family == "sd3"  # diffusers' pipeline runs its encoders, and wants them all at once
+    unit = size.encoder if whole else estimate_cosmos3.largest_encoder_unit(weights.shapes, profile.model.dtype)
     modules = adapted(profile.model.lora.targets, denoiser_modules(weights.shapes, contract.lora))
     return Memory(
         (
             *_shards(profile, size),
             _gathered(profile, size),
             *_fp8(profile, size),
-            _prompt_encoder(profile, size),
+            _prompt_encoder(profile, size, unit),
             _prompt_cache(profile, size, prompts),
             *_trained(profile, size, adapter_numbers(modules, profile.model.lora.rank)),
             _activations(profile, size, modules),
@@ -213,13 +215,13 @@ def _encodes_at(profile: Profile) -> When:
     return "encoding" if leaves else "always"
 
 
-def _prompt_encoder(profile: Profile, size: Anatomy) -> Part:
-    how = f"whole on each rank, {profile.model.dtype}"
-    if profile.model.prompt_encoder == "offload":
-        how += "; otherwise in host memory"
-    elif profile.model.prompt_encoder == "per-step":
-        how += "; otherwise nowhere"
-    return Part("prompt encoder", size.encoder, _encodes_at(profile), how)
+def _prompt_encoder(profile: Profile, size: Anatomy, unit: int) -> Part:
+    """All of it where it stays; where it comes and goes, `unit` is what is there of it at once."""
+    when, home = _encodes_at(profile), profile.model.prompt_encoder
+    at_once = unit if when == "encoding" else size.encoder
+    what = "whole" if at_once == size.encoder else "one layer or the embedding at a time"
+    elsewhere = {"resident": "", "offload": "; otherwise in host memory", "per-step": "; otherwise nowhere"}[home]
+    return Part("prompt encoder", at_once, when, f"{what} on each rank, {profile.model.dtype}{elsewhere}")
 
 
 def _prompt_cache(profile: Profile, size: Anatomy, prompts: Sequence[str]) -> Part:

@@ -120,6 +120,18 @@ def in_prompt_encoder(name: str, layers: int) -> bool:
     return not last or name[found.end() if found else 0 :].startswith(_IN_LAST_PROMPT_LAYER)
 
 
+def largest_encoder_unit(shapes: Shapes, dtype: str) -> int:
+    """Bytes of the largest unit in which the prompt encoder comes and goes: one of its layers, or its embedding."""
+    layers = 1 + max((int(found[1]) for name in shapes if (found := _LAYER.match(name))), default=0)
+    units: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if in_prompt_encoder(name, layers):
+            found = _LAYER.match(name)
+            unit = found[0] if found else name
+            units[unit] = units.get(unit, 0) + tensor_bytes(name, shape, dtype, _FP32_ROOT)
+    return max(units.values(), default=0)
+
+
 def prompt_tokens(profile: Profile, text: str) -> int:
     """About how many tokens a prompt has: three UTF-8 bytes each, and the family's own sentences."""
     templates = profile.model.system_prompt or profile.model.resolution_template

@@ -226,7 +226,8 @@ class Model(Section):
     training time, the same numbers."""
     prompt_encoder: Literal["resident", "offload", "per-step"] = "resident"
     """Where what encodes prompts lives: on the compute device; in host memory, but for the time in which the new
-    prompts of a step are encoded; or nowhere, read again from the base when a new prompt comes. The same numbers."""
+    prompts of a step are encoded; or nowhere, read again from the base when a new prompt comes. The same numbers.
+    Cosmos3's comes a layer at a time, Stable Diffusion 3's encoders come whole."""
     system_prompt: bool = True
     """Put the family's system prompt before each prompt."""
     resolution_template: bool = True

@@ -22,6 +22,7 @@ from nftctl.profile.schema import Profile
 from nftctl.roles import stage
 from nftctl.roles.trajectory import Trajectory
 from nftctl.run.state import RunState
+from nftctl.staging import send
 
 
 @dataclass(slots=True)
@@ -108,10 +109,10 @@ class PolicyRole:
     def _draw(self, trajectories: Sequence[Trajectory], x0: Tensor, update: int, plan: ForwardPlan) -> Pairs:
         rl, count = self._rl, self._rl.timesteps_per_sample
         rows = [t.row.number for t in trajectories]
-        t = torch.cat([self._times(row, update) for row in rows]).to(self._device)
+        t = send(torch.cat([self._times(row, update) for row in rows]), self._device)
         keys = [(row, draws.train_index(update, count, k)) for row in rows for k in range(count)]
         noise = draws.train_noise(self._family.latent_shape, seed=rl.seed, rank=self._rank, pairs=keys)
-        eps = noise.to(self._device)
+        eps = send(noise, self._device)
         return Pairs(plan, t=t, x0=x0, eps=eps, x_t=objective.noisy(x0, eps, t))
 
     def _times(self, row: int, update: int) -> Tensor:
@@ -191,7 +192,7 @@ class PolicyRole:
         count = self._rl.timesteps_per_sample
         indices = [self._order[t.row.number] * count + k for t in kept for k in range(count)]
         r = torch.tensor([t.optimality for t in kept for _ in range(count)], dtype=torch.float32)
-        return indices, r.to(self._device)
+        return indices, send(r, self._device)
 
     def _accumulate(self, pairs: Pairs, indices: list[int], r: Tensor) -> Tensor:
         """Backward over all micro-batches; returns the sums of the terms, float64 on the CPU."""

@@ -24,6 +24,7 @@ from nftctl.model.fp8 import Fp8Rollout
 from nftctl.profile.batches import rollout_rows
 from nftctl.profile.schema import Profile
 from nftctl.roles.trajectory import Sampling, SourceRow, Trajectory, Weights
+from nftctl.staging import send
 
 
 class RolloutRole:
@@ -160,7 +161,7 @@ class RolloutRole:
             shard.gather(family.denoiser)
             precision: AbstractContextManager[None] = nullcontext() if lowered is None else lowered.use()
             with precision:
-                x0 = sampler.sample(velocity, noise.to(self._device), steps=how.steps, shift=how.shift, clamp=clamp)
+                x0 = sampler.sample(velocity, send(noise, self._device), steps=how.steps, shift=how.shift, clamp=clamp)
         return x0, family.decoder.begin(x0)
 
     def sample_fixed(

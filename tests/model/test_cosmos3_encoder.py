@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ def test_the_memory_is_bounded_and_forgets_the_longest_unused() -> None:
     assert e.encoded == 4
 
 
+def test_one_that_is_wanted_is_not_forgotten_for_another_of_the_same_call() -> None:
+    one = encoder().encode(["aa"])[0].nbytes
+    e = encoder(cache_bytes=2 * one)
+    e.encode(["aa", "bb"])
+    e.encode(["cc", "aa"])  # what is longest unused is bb, whatever was before
+    assert e.encoded == 3
+    e.encode(["aa", "cc"])
+    assert e.encoded == 3
+
+
 def test_a_prompt_larger_than_the_memory_still_works() -> None:
     e = encoder(cache_bytes=1)
     assert [c.lengths for c in e.encode(["aa", "bbb"])] == [(3,), (4,)]
@@ -183,6 +194,34 @@ def test_ids_that_the_embedding_does_not_hold_are_refused(ids: list[int]) -> Non
     tower, _ = split(build_transformer())
     with pytest.raises(CheckpointUnusable, match="embeds ids 0 to 299"):
         tower.run([[1, 2], ids])
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 1}], ids=str)
+def test_prompts_that_pass_unit_by_unit_are_those_of_the_forward(changes: dict[str, int]) -> None:
+    tower, _ = split(build_transformer(**changes))
+    prompts = [[5, 9, 250], [3], [7, 7, 1, 0, 299, 4]]
+    order: list[torch.nn.Module] = []
+
+    @contextmanager
+    def unit(module: torch.nn.Module) -> Iterator[None]:
+        order.append(module)
+        yield
+
+    together = tower.run_each(prompts, unit)
+    assert order == [tower.embed_tokens, *tower.layers]
+    for ids, cache in zip(prompts, together, strict=True):
+        alone = tower(torch.tensor([ids]), [len(ids)])
+        assert cache.lengths == alone.lengths == (len(ids),)
+        assert torch.equal(cache.keys, alone.keys)
+        assert torch.equal(cache.values, alone.values)
+
+
+def test_a_batch_of_the_tower_has_gradients() -> None:
+    tower, _ = split(build_transformer())
+    cache = tower.run([[1, 2, 3], [4]])
+    (cache.keys.sum() + cache.values.sum()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in tower.parameters())
+    assert tower.embed_tokens.weight.grad[[1, 2, 3, 4]].any(dim=1).all()
 
 
 def test_the_family_encodes_by_the_profile(pixel_base: Path, make_model: Callable[..., Model]) -> None:

@@ -1,4 +1,7 @@
-"""Where prompt encoders live: the same bits everywhere, one visit for all that is missing, nothing left behind."""
+"""Where prompt encoders live: the same bits everywhere, one visit for all that is missing, nothing left behind.
+
+Cosmos3's comes unit by unit, and no two units are there together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.model.registry import load_family
-from nftctl.model.residence import InHostMemory, Residence, forget
+from nftctl.model.residence import InHostMemory, ReadAnew, Residence, forget
 from nftctl.model.weights import Tensors
 from nftctl.profile.schema import Model
 
@@ -104,14 +107,88 @@ def test_nothing_but_the_resident_and_the_host_s_copy_is_held_between_visits(bas
         with encoder.visit():
             assert held(encoder) == between
             encoder.encode([prompt])
-            assert held(encoder) == whole
+            assert held(encoder) == (between if base[0] == "cosmos3" else whole)
         assert held(encoder) == between
         assert not any(p.requires_grad for module in modules(encoder) for p in module.parameters())
         assert not any(module.training for module in modules(encoder))
         assert all(b.device == CPU and not b.is_meta for module in modules(encoder) for b in module.buffers())
 
 
-def test_an_encoder_that_comes_later_is_not_read_at_the_start(
+class Log:
+    """What happens to the units of a tower, in order: they come, a prompt passes them, they leave."""
+
+    def __init__(self, encoder: Any, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.there: list[set[int]] = []
+        """Units of which any parameter is real while a prompt passes one."""
+        units, residence = list(encoder.tower.units), encoder._residence
+
+        def note(what: str, work: Any) -> Any:
+            def noted(unit: Any) -> None:
+                self.events.append((what, units.index(unit)))
+                work(unit)
+
+            return noted
+
+        def passed(unit: Any, *_: Any) -> None:
+            self.events.append(("pass", units.index(unit)))
+            self.there.append({n for n, u in enumerate(units) if any(not p.is_meta for p in u.parameters())})
+
+        if type(residence) is not Residence:
+            patch.setattr(residence, "_bring", note("come", residence._bring))
+            patch.setattr(residence, "_leave", note("leave", residence._leave))
+        for unit in units:
+            unit.register_forward_pre_hook(passed)
+
+    def take(self) -> list[tuple[str, int]]:
+        events, self.events = self.events, []
+        return events
+
+
+def through(units: int, prompts: int) -> list[tuple[str, int]]:
+    """All prompts pass a unit before the next one comes."""
+    return [event for n in range(units) for event in (("come", n), *[("pass", n)] * prompts, ("leave", n))]
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[str, Path]:
+    return "cosmos3", write_pixel_base(tmp_path, build_transformer(dtype=torch.bfloat16, num_hidden_layers=5))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_every_prompt_that_is_missing_passes_a_unit_before_the_next_one_comes(
+    deep: tuple[str, Path], home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load(deep, home)
+    log = Log(encoder, monkeypatch)
+
+    def expected(prompts: int) -> list[tuple[str, int]]:
+        return [event for event in through(6, prompts) if home != "resident" or event[0] == "pass"]
+
+    encoder.encode(PROMPTS)
+    assert log.take() == expected(3)
+    encoder.encode([*PROMPTS, "new"], ahead=["a", "", "b"])
+    assert log.take() == expected(3)
+    encoder.encode(["a", "b", *PROMPTS], ahead=["c"])
+    assert log.take() == []
+    with encoder.visit():
+        encoder.encode(["worse"], negative=True)
+        encoder.encode(["c"])
+    assert log.take() == 2 * expected(1)
+    assert (encoder.visits, encoder.encoded) == (3, 8)
+    # Where units are nowhere else, the one that is passed is the only one that is real: the largest is the peak.
+    alone = [{unit} for prompts in (3, 3, 1, 1) for unit in range(6) for _ in range(prompts)]
+    assert log.there == (alone if home == "per-step" else [set(range(6))] * len(alone))
+
+
+def test_the_units_of_a_tower_hold_each_of_its_tensors_once(deep: tuple[str, Path]) -> None:
+    tower = load(deep, "resident").tower
+    assert len(tower.units) == 6
+    parameters = [p for unit in tower.units for p in unit.parameters()]
+    assert sorted(map(id, parameters)) == sorted(map(id, tower.parameters()))
+
+
+def test_an_encoder_that_comes_later_is_not_read_at_the_start_and_then_each_tensor_once(
     pixel_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -124,24 +201,83 @@ def test_an_encoder_that_comes_later_is_not_read_at_the_start(
     monkeypatch.setattr(Tensors, "read", noted)
     encoder = load(("cosmos3", pixel_base), "per-step", unread=True)
     assert read == []
-    encoder.encode(["a", "b"])
-    assert sorted(read) == sorted(name for name, _ in encoder.tower.named_parameters())
+    names = sorted(name for name, _ in encoder.tower.named_parameters())
+    encoder.encode(["a", "b", "c"], ahead=["d", "e"])
+    assert encoder.encoded == 5
+    assert sorted(read) == names
+    encoder.encode(["f"])
+    assert sorted(read) == sorted(2 * names)
+
+
+def test_weights_that_start_anew_are_the_same_in_every_home(deep: tuple[str, Path]) -> None:
+    keys = ["layers.1.self_attn.to_k", "layers.0.mlp", "embed_tokens"]
+    wanted, stored = (list(bits(load(deep, "resident", skip_keys=skip), PROMPTS)) for skip in (keys, []))
+    assert not torch.equal(wanted[0], stored[0])
+    for home in HOMES[1:]:
+        found = list(bits(load(deep, home, skip_keys=keys), PROMPTS))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_failed_prompt_leaves_nothing_behind(base: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = load(base, "per-step")
+    inside = encoder.tower.layers[1] if base[0] == "cosmos3" else encoder.parts.clip_g[0]
 
-    def fail(prompt: str, negative: bool) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         assert held(encoder) > 0
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(encoder, "_run", fail)
+    monkeypatch.setattr(inside, "forward", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        encoder.encode(["a"])
+        encoder.encode(["a", "b"])
     monkeypatch.undo()
+    assert held(encoder) == 0
+    assert (encoder.visits, encoder.encoded) == (1, 0)
+    encoder.encode(["a"])
+    assert (encoder.visits, encoder.encoded) == (2, 1)
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_a_unit_that_fails_is_given_back_before_the_error_is_seen(
+    deep: tuple[str, Path], home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load(deep, home)
+    with monkeypatch.context() as patch:
+        log = Log(encoder, patch)
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        patch.setattr(encoder.tower.layers[1], "forward", fail)
+        with encoder.visit():
+            with pytest.raises(RuntimeError, match="no memory"):
+                encoder.encode(["a", "b"])
+            assert log.take() == [*through(2, 2), ("come", 2), ("pass", 2), ("leave", 2)]
+    assert encoder.encode(["a"])[0].rows == 1
+
+
+def test_a_unit_that_came_in_part_is_given_back(deep: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, read, plain = load(deep, "per-step"), [0], Tensors.read
+
+    def failing(self: Tensors, name: str, rows: slice | None = None) -> torch.Tensor:
+        read[0] += 1
+        if read[0] == 7:
+            assert held(encoder) > 0
+            raise RuntimeError("the disk is gone")
+        return plain(self, name, rows)
+
+    monkeypatch.setattr(Tensors, "read", failing)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        encoder.encode(["a"])
     assert held(encoder) == 0
     encoder.encode(["a"])
     assert (encoder.visits, encoder.encoded) == (2, 1)
+
+
+def test_what_a_prompt_will_leave_is_known_before_it_is_run(base: tuple[str, Path]) -> None:
+    encoder = load(base, "per-step")
+    said = [encoder._bytes(prompt, False) for prompt in PROMPTS]
+    assert encoder.encoded == 0
+    assert said == [one.nbytes for one in encoder.encode(PROMPTS)]
 
 
 def test_what_comes_next_is_encoded_in_the_same_visit_as_far_as_it_is_remembered(base: tuple[str, Path]) -> None:
@@ -194,5 +330,28 @@ def test_host_memory_holds_each_tensor_once() -> None:
 
 
 def test_weights_come_inside_a_visit_only() -> None:
+    home, module = Residence(), torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="during a visit"):
-        Residence().arrive()
+        home.arrive()
+    with home.visit(), pytest.raises(RuntimeError, match="once its visit has begun"), home.unit(module):
+        pass
+
+
+def test_units_of_what_came_whole_stay_for_the_visit() -> None:
+    modules = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)]
+    for module in modules:
+        forget(module)
+    read: list[torch.nn.Module] = []
+
+    def fill(module: torch.nn.Module) -> None:
+        read.append(module)
+        module.to_empty(device="cpu")
+
+    home = ReadAnew(modules, fill, [], CPU)
+    with home.visit():
+        home.arrive()
+        for module in (*modules, *modules):
+            with home.unit(module):
+                assert not any(p.is_meta for each in modules for p in each.parameters())
+    assert read == modules
+    assert all(p.is_meta for module in modules for p in module.parameters())

@@ -170,16 +170,44 @@ def memory(*sets: str) -> estimate.Memory:
 
 
 @pytest.mark.parametrize("home", ["offload", "per-step"])
-def test_an_encoder_that_leaves_shares_its_room_with_the_gathered_base(home: str) -> None:
+def test_a_tower_that_comes_unit_by_unit_takes_the_room_of_the_largest(home: str) -> None:
     resident, away = memory(), memory(f'model.prompt_encoder="{home}"', 'grid.device="auto"')
     before, after = ({part.name: part for part in found.parts} for found in (resident, away))
-    assert {name: part.bytes for name, part in before.items()} == {name: part.bytes for name, part in after.items()}
+    tower: Any = load_family(tiny().profile.model, "embedded", "cosmos3", CPU).encoder
+    units = [sum(p.nbytes for p in unit.parameters()) for unit in tower.tower.units]
+    assert before["prompt encoder"].bytes == sum(units)
+    assert after["prompt encoder"].bytes == max(units) < sum(units)
+    assert "one layer or the embedding at a time" in after["prompt encoder"].how
     assert after["prompt encoder"].when == "encoding"
     assert after["gathered base"].when == "rollout and training"
-    encoder, gathered = after["prompt encoder"].bytes, after["gathered base"].bytes
-    assert away.always == resident.always - encoder - gathered
-    assert away.peak == resident.peak - encoder  # of this base training is the fullest phase by far
-    assert encoder < gathered + after["activations"].bytes
+    others = before.keys() - {"prompt encoder"}
+    assert {name: before[name].bytes for name in others} == {name: after[name].bytes for name in others}
+    assert away.always == resident.always - sum(units) - before["gathered base"].bytes
+    assert away.peak == resident.peak - sum(units)  # of this base training is the fullest phase by far
+
+
+@pytest.mark.parametrize(("vocabulary", "largest"), [(3, 2 * 16), (100, 100 * 4)])
+def test_the_largest_unit_of_a_tower_is_a_layer_or_the_embedding(vocabulary: int, largest: int) -> None:
+    shapes = {
+        "embed_tokens.weight": (vocabulary, 4),
+        "layers.0.self_attn.to_q.weight": (4, 4),
+        "layers.0.self_attn.to_k.weight": (4, 4),
+        "layers.0.self_attn.add_q_proj.weight": (99, 99),
+        "layers.1.self_attn.to_q.weight": (99, 99),  # the last layer leaves keys and values alone
+        "layers.1.self_attn.to_k.weight": (4, 4),
+        "lm_head.weight": (99, 99),
+    }
+    assert estimate_cosmos3.largest_encoder_unit(shapes, "bfloat16") == 2 * largest
+    assert estimate_cosmos3.largest_encoder_unit(shapes, "float32") == 4 * largest
+
+
+@pytest.mark.parametrize("home", ["offload", "per-step"])
+def test_encoders_that_come_whole_share_their_room_with_the_gathered_base(tmp_path: Path, home: str) -> None:
+    base = write_sd3_base(tmp_path)
+    before = parts_of(sd3(base))["prompt encoder"]
+    after = parts_of(sd3(base, f'model.prompt_encoder="{home}"', 'grid.device="auto"'))["prompt encoder"]
+    assert (after.bytes, after.when, before.when) == (before.bytes, "encoding", "always")
+    assert after.how.startswith("whole on each rank, ")
 
 
 def test_an_encoder_that_is_larger_than_all_that_follows_is_the_peak() -> None:
@@ -198,4 +226,6 @@ def test_an_encoder_that_is_larger_than_all_that_follows_is_the_peak() -> None:
 def test_where_ranks_compute_in_host_memory_offloading_frees_none() -> None:
     offload = memory('model.prompt_encoder="offload"', 'grid.device="cpu"')
     assert offload.peak == memory().peak
+    (encoder,) = (part for part in offload.parts if part.name == "prompt encoder")
+    assert (encoder.when, encoder.how) == ("always", "whole on each rank, float32; otherwise in host memory")
     assert memory('model.prompt_encoder="per-step"', 'grid.device="cpu"').peak < offload.peak

@@ -42,6 +42,8 @@ def load() -> Brightness:
 
 
 def _brightness(image: npt.NDArray[np.uint8]) -> tuple[float, dict[str, float]]:
-    channels = image.reshape(-1, 3).mean(axis=0, dtype=np.float64) / 255
+    # Whole rows first, in integers: exact, and an order faster than a mean over pixels of three numbers.
+    sums = image.sum(axis=0, dtype=np.uint32).sum(axis=0, dtype=np.int64)
+    channels = sums / (image.shape[0] * image.shape[1]) / 255
     red, green, blue = (float(c) for c in channels)
     return (red + green + blue) / 3, {"red": red, "green": green, "blue": blue}
