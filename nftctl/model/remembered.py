@@ -46,23 +46,36 @@ class Remembered(Generic[Key, Value]):
         """The value of `key` where it is remembered; does not count as a use."""
         return self._values.get(key)
 
-    def get(self, keys: Sequence[Key], make: Callable[[list[Key]], Sequence[Value]]) -> list[Value]:
+    def get(
+        self, keys: Sequence[Key], size: Callable[[Key], int], make: Callable[[list[Key]], Sequence[Value]]
+    ) -> list[Value]:
         """The values of `keys`, no two of them equal, from memory or, for all that it lacks, from one call of `make`.
 
-        They are used in this order: the last is the newest.
+        They are used in this order: the last is the newest. What they will push out, by the `size` of each that is
+        lacking, goes before they are made, so that old and new are never here together beyond the limit.
         """
+        known = [key for key in keys if key in self._values]
         missing = [key for key in keys if key not in self._values]
         if missing:
+            self._use(known)
+            self._shrink(self.limit - sum(map(size, missing)), keep=len(known))
             fresh = make(missing)
             self._values.update(zip(missing, fresh, strict=True))
             self.made += len(missing)
             self._held += sum(value.nbytes for value in fresh)
+        self._use(keys)
+        found = [self._values[key] for key in keys]
+        self._shrink(self.limit, keep=1)
+        return found
+
+    def _use(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self._values.move_to_end(key)
-        found = [self._values[key] for key in keys]
-        while self._held > self.limit and len(self._values) > 1:
+
+    def _shrink(self, limit: int, keep: int) -> None:
+        """Forget what is longest unused, but never the newest `keep`."""
+        while self._held > limit and len(self._values) > keep:
             self._held -= self._values.popitem(last=False)[1].nbytes
-        return found
 
 
 class RememberingEncoder(ABC, Generic[Key, Value]):
@@ -105,7 +118,9 @@ class RememberingEncoder(ABC, Generic[Key, Value]):
         by_key = {self._key(prompt, negative): prompt for prompt in wanted}
         with self.visit():
             values = self._remembered.get(
-                list(by_key), lambda missing: self._made([by_key[key] for key in missing], negative)
+                list(by_key),
+                lambda key: self._bytes(by_key[key], negative),
+                lambda missing: self._made([by_key[key] for key in missing], negative),
             )
         if self.encoded > before:
             log.info("%d prompts encoded, visit %d of the prompt encoder", self.encoded - before, self.visits)

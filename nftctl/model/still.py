@@ -25,7 +25,7 @@ class StillConv(WanCausalConv3d):  # type: ignore[misc]
             stock: Tensor = super().forward(x, cache_x)
             return stock
         # Along the width, the width, the height, the height, the past and the future.
-        beside = self._padding
+        beside: Any = self._padding
         return F.conv2d(x[:, :, 0], self.last, self.bias, padding=(beside[2], beside[0])).unsqueeze(2)
 
 
@@ -47,7 +47,7 @@ def prepare(vae: Any) -> None:
         elif isinstance(module, WanRMS_norm) and module.channel_first and not isinstance(module.bias, nn.Parameter):
             module.__class__ = ChannelNorm
         elif isinstance(module, nn.Conv2d):
-            module.to(memory_format=torch.channels_last)
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def decode(vae: Any, z: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -164,6 +165,27 @@ def test_one_that_is_wanted_is_not_forgotten_for_another_of_the_same_call() -> N
     assert e.encoded == 3
     e.encode(["aa", "cc"])
     assert e.encoded == 3
+
+
+def test_what_has_to_go_goes_before_its_room_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = encoder().encode(["aa"])[0].nbytes
+    e = encoder(cache_bytes=3 * one)
+    gone, used, kept = (weakref.ref(cache) for cache in e.encode(["aa", "bb", "cc"]))
+    seen: list[list[bool]] = []
+    run = e._run
+
+    def look(prompts: Sequence[str], negative: bool) -> list[PromptCache]:
+        seen.append([ref() is not None for ref in (gone, used, kept)])
+        return run(prompts, negative)
+
+    monkeypatch.setattr(e, "_run", look)
+    e.encode(["dd", "bb"])
+    assert seen == [[False, True, True]]
+    e.encode(["ee", "ff", "bb", "gg", "hh"])  # more than there is room for: what is wanted now stays nevertheless
+    assert seen[1:] == [[False, True, False]]
+    assert e.encoded == 3 + 1 + 4
+    e.encode(["bb", "gg", "hh"])
+    assert e.encoded == 8
 
 
 def test_a_prompt_larger_than_the_memory_still_works() -> None:
