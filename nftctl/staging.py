@@ -6,8 +6,11 @@ after; from pinned memory it takes its place in the queue.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

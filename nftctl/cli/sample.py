@@ -65,7 +65,7 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
         trained.part(part)
 
     from nftctl.engine import sheet as work
-    from nftctl.engine.report import write_grid
+    from nftctl.engine.pictures import write_grid
 
     device = work.pick_device(wishes.device)
     family = work.load_base(trained, profile, base, device)

@@ -22,7 +22,7 @@ from nftctl.engine.cluster import find_cluster
 from nftctl.engine.group import Group
 from nftctl.engine.loop import ranks_of, spec_of, take_step
 from nftctl.engine.plan import JobPlan, plan_versions
-from nftctl.engine.report import Reporter
+from nftctl.engine.reporter import Reporter
 
 if TYPE_CHECKING:
     from nftctl.roles.timing import StepTimes

@@ -17,10 +17,12 @@ from typing import Any
 
 from nftctl.engine import services
 from nftctl.engine.cluster import Cluster, find_cluster
-from nftctl.engine.evaluation import Evaluation
 from nftctl.engine.group import Group
+from nftctl.engine.looking import Looking
+from nftctl.engine.observation import Observation, observe
+from nftctl.engine.pictures import write_curve
 from nftctl.engine.plan import JobPlan, plan_versions
-from nftctl.engine.report import JsonLines, Reporter, TensorBoard, done_again, join_grids, write_curve
+from nftctl.engine.reporter import Reporter
 from nftctl.engine.saving import Checkpoints
 from nftctl.engine.worker import WorkerSpec
 from nftctl.errors import CheckpointUnusable, NftctlError, RewardFailed, TrainingFailed
@@ -28,6 +30,7 @@ from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import discard_partials, list_steps, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write
 from nftctl.run.disk import cure
+from nftctl.run.rows import done_again
 from nftctl.run.state import RunState
 
 _stop_signal = 0
@@ -70,8 +73,8 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         logs = run.new_attempt()
         embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
         answered = [(http | embedded)[p.name] for p in plan.profile.reward.providers]
-        files = stack.enter_context(_files(run, plan, reporter))
-        if again := done_again(files.metrics, plan.state.step):
+        observation = stack.enter_context(observe(run, plan, reporter))
+        if again := done_again(observation.metrics, plan.state.step):
             reporter.note(again)
         if group is None:
             reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
@@ -87,7 +90,7 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
                 else ""
             )
         )
-        return _Run(plan, run, group, files, reporter).go()
+        return _Run(plan, run, group, observation, reporter).go()
 
 
 def _open_folder(plan: JobPlan) -> RunDirectory:
@@ -130,34 +133,11 @@ def ranks_of(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Repor
 
 
 @dataclass(slots=True)
-class _Files:
-    metrics: JsonLines
-    evaluations: JsonLines
-    board: TensorBoard
-
-
-@contextlib.contextmanager
-def _files(run: RunDirectory, plan: JobPlan, reporter: Reporter) -> Iterator[_Files]:
-    step = plan.state.step
-    metrics = JsonLines(run.metrics, keep_through=step)
-    evaluations = JsonLines(run.path / "evaluations.jsonl", keep_through=step)
-    board = TensorBoard(
-        run.path / "tensorboard", enabled=plan.profile.logging.tensorboard, warn=reporter.warn, keep_through=step
-    )
-    try:
-        yield _Files(metrics, evaluations, board)
-    finally:
-        metrics.close()
-        evaluations.close()
-        board.close()
-
-
-@dataclass(slots=True)
 class _Run:
     plan: JobPlan
     run: RunDirectory
     group: Group
-    files: _Files
+    observation: Observation
     reporter: Reporter
     started: float = field(default_factory=time.monotonic)
     last: RunState = field(default_factory=RunState)
@@ -166,11 +146,11 @@ class _Run:
         """Look, train, look again, sum up."""
         plan, state = self.plan, self.plan.state
         saves = Checkpoints(plan, self.run, self.group)
-        evaluation = Evaluation.of(plan.profile, plan.prompt_path)
+        looking = Looking.of(plan, self.run, self.group, self.observation)
         if state.step == 0 and not _stop_signal:
-            self._look(evaluation, 0)
+            looking.now(0)
         try:
-            state = self._train(state, saves, evaluation)
+            state = self._train(state, saves, looking)
             saves.finish()
         except RewardFailed as error:
             # All ranks are alive and no weight has moved since the last whole step, so nothing of it need be lost.
@@ -188,12 +168,12 @@ class _Run:
             raise
         finally:
             self.reporter.done()
-        return self._summary(state, saves, self._last_grid())
+        return self._summary(state, saves, looking.last_grid())
 
     def _save_last(self, saves: Checkpoints) -> None:
         saves.finish()
         if self.last.step > saves.newest_step:
-            saves.begin(self.last, self.files.metrics.rows)
+            saves.begin(self.last, self.observation.metrics.rows)
             saves.finish()
 
     def _way_back(self, saves: Checkpoints) -> str:
@@ -203,7 +183,7 @@ class _Run:
         # By its own name: a save that broke off may lie beyond it, and that is not passed over.
         return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {saves.newest}"
 
-    def _train(self, state: RunState, saves: Checkpoints, evaluation: Evaluation) -> RunState:
+    def _train(self, state: RunState, saves: Checkpoints, looking: Looking) -> RunState:
         every = self.plan.profile.checkpoint.every
         while state.step < self.plan.total_steps:
             if _stop_signal:
@@ -214,57 +194,19 @@ class _Run:
             saves.advance()
             last = state.step == self.plan.total_steps or bool(_stop_signal)
             if last or (every and state.step % every == 0):
-                saves.begin(state, self.files.metrics.rows)
-            self._look_if_due(evaluation, state.step)
+                saves.begin(state, self.observation.metrics.rows)
+            looking.if_due(state.step)
             if last:
                 break
         return state
 
     def _step(self, state: RunState, saves: Checkpoints) -> RunState:
         row, state = take_step(self.group, state, saves.advance_if_written)
-        self.files.metrics.append(row)
-        self.files.board.scalars(row)
-        self.reporter.step(row, self.plan.total_steps)
-        self._warn(row)
+        self.observation.step(row, self.plan.total_steps)
         return state
 
-    def _warn(self, row: dict[str, Any]) -> None:
-        profile, step = self.plan.profile, row["step"]
-        if row["reward/zero_spread_groups"] >= profile.data.rows_per_step - row["reward/dropped_groups"]:
-            self.reporter.warn(
-                f"step {step}: every group has one reward for all its samples; nothing is learned from it"
-            )
-        if row["train/advantage_clamped_low"] + row["train/advantage_clamped_high"] > 0.5:
-            self.reporter.warn(f"step {step}: more than half of the advantages are at the clamp")
-        if row["reward/dropped_groups"]:
-            self.reporter.warn(f"step {step}: {row['reward/dropped_groups']:.0f} groups dropped, their scores failed")
-
-    def _look_if_due(self, evaluation: Evaluation, step: int) -> None:
-        settings, last = self.plan.profile, step == self.plan.total_steps
-        scored = last or bool(settings.eval.every and step % settings.eval.every == 0)
-        drawn = last or bool(settings.samples.every and step % settings.samples.every == 0)
-        self._look(evaluation, step, scored=scored, drawn=drawn)
-
-    def _look(self, evaluation: Evaluation, step: int, *, scored: bool = True, drawn: bool = True) -> None:
-        row = evaluation.score(self.group, step) if scored else {}
-        if row:
-            self.files.evaluations.append(row)
-            self.files.board.scalars(row)
-            self.reporter.note(f"held-out reward {row['eval/reward']:.3f} at step {step}")
-        path = evaluation.draw(self.group, self.run.samples / f"step_{step:06d}.png", step) if drawn else None
-        if path:
-            self.files.board.image("samples", step, path)
-
-    def _last_grid(self) -> Path | None:
-        grids = sorted(self.run.samples.glob("step_*.png"))
-        if len(grids) < 2:
-            return grids[0] if grids else None
-        target = self.run.samples / "before_after.png"
-        join_grids(grids[0], grids[-1], target)
-        return target
-
     def _summary(self, state: RunState, saves: Checkpoints, grid: Path | None) -> dict[str, Any]:
-        evaluations, rows = self.files.evaluations.rows, self.files.metrics.rows
+        evaluations, rows = self.observation.evaluations.rows, self.observation.metrics.rows
         write_curve(self.run.path / "reward.svg", rows, evaluations)
         return {
             "run": str(self.run.path),

@@ -283,7 +283,7 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        from nftctl.engine.report import write_grid
+        from nftctl.engine.pictures import write_grid
 
         stage.begin(self._step, "grid")
         mine = torch.stack([image[0] for image in self._images(self._share(samples), how, weights)])
