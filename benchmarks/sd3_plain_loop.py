@@ -82,7 +82,7 @@ class Ours:
         worker.sample(self.state)
         worker.prepare(self.state)
         worker.score()
-        row, self.state = worker.train(self.state)
+        row, self.state, _ = worker.train(self.state)
         seconds = self.watch.read().seconds
         seconds.pop(BETWEEN, None)  # the other side's turn
         return row, seconds

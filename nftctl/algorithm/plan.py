@@ -26,6 +26,11 @@ class ForwardPlan:
         """Denoiser rows for one (sample, timestep) pair."""
         return 1 + self.old + self.reference
 
+    @property
+    def skipped_per_pair(self) -> int:
+        """Denoiser rows that one pair does without, of the three that policy, old and reference would take."""
+        return 3 - self.rows_per_pair
+
 
 def plan_forwards(*, kl_beta: float, build_old: bool, policy_version: int, old_version: int) -> ForwardPlan:
     """Plan of the next optimizer step.

@@ -18,7 +18,7 @@ from nftctl.errors import EnvironmentUnfit, Finding, RewardFailed
 from nftctl.profile.load import Resolved
 from nftctl.profile.preflight import place
 from nftctl.profile.rules.rule import Problem
-from nftctl.profile.schema import Grid, Provider, Reward
+from nftctl.profile.schema import Grid, Profile, Provider, Reward
 
 RULES = {
     "reward-unreachable": "Every reward service answers.",
@@ -53,14 +53,14 @@ class Answers:
 
     def rows(self) -> list[tuple[str, str]]:
         """As people read it, one line per question."""
-        rows = [(f"reward {entry['name']}", entry["how"]) for entry in self.rewards]
+        rows = [(f"{entry['section']} {entry['name']}", entry["how"]) for entry in self.rewards]
         return [*rows, ("ray", self.ray["how"]), ("gpus", self.gpus["how"])]
 
 
 def look_around(resolved: Resolved, env: Mapping[str, str]) -> tuple[Answers, list[Finding]]:
     """Ask everything once. The findings have their places in the profile, sorted by line."""
     profile, answers = resolved.profile, Answers()
-    _ask_services(profile.reward, env, answers)
+    _ask_services(profile, env, answers)
     cluster = _try_ray(profile.grid, profile.ranks, env, answers)
     _count_gpus(profile.grid, profile.ranks, env, cluster, answers)
     return answers, place(resolved, ((code, "error", problem) for code, problem in answers.problems))
@@ -69,17 +69,22 @@ def look_around(resolved: Resolved, env: Mapping[str, str]) -> tuple[Answers, li
 # -- reward services ------------------------------------------------------------------------------------------------
 
 
-def _ask_services(reward: Reward, env: Mapping[str, str], answers: Answers) -> None:
-    """All services at once, so that the slowest one decides how long this takes."""
-    http = [provider for provider in reward.providers if provider.kind == "http"]
-    served = iter(asyncio.run(_all(http, reward, env)) if http else ())
-    for index, provider in enumerate(reward.providers):
-        key = f"reward.providers.{index}"
+def _ask_services(profile: Profile, env: Mapping[str, str], answers: Answers) -> None:
+    """All services at once, so that the slowest one decides how long this takes; those of evaluations too."""
+    judges = profile.eval.providers if profile.eval.prompt_file else []
+    wanted = [
+        (section, f"{section}.providers.{index}", provider)
+        for section, providers in (("reward", profile.reward.providers), ("eval", judges))
+        for index, provider in enumerate(providers)
+    ]
+    http = [provider for _, _, provider in wanted if provider.kind == "http"]
+    served = iter(asyncio.run(_all(http, profile.reward, env)) if http else ())
+    for section, key, provider in wanted:
         if provider.kind == "http":
             entry = _judge(provider, next(served), key, answers)
         else:
             entry = _judge_packaged(provider, key, answers)
-        answers.rewards.append({"name": provider.name, "kind": provider.kind, **entry})
+        answers.rewards.append({"name": provider.name, "section": section, "kind": provider.kind, **entry})
 
 
 async def _all(providers: list[Provider], reward: Reward, env: Mapping[str, str]) -> list[str | RewardFailed]:

@@ -150,7 +150,7 @@ def _steps(plan: JobPlan, wishes: Wishes, group: Group, reporter: Reporter) -> l
     state, taken = plan.state, []
     for number in range(wishes.warm + wishes.steps):
         cursor, began = state.cursor, time.perf_counter()
-        row, state = take_step(group, state)
+        row, state, _ = take_step(group, state)
         seconds = time.perf_counter() - began
         times = group.call("apply", bench_rank.read)
         kind = "warm-up" if number < wishes.warm else "step"

@@ -121,7 +121,8 @@ class Group:
         ]
         if cluster is not None:
             # A cluster's processes have its folder and its environment, and the profile speaks of ours.
-            names = {provider.token_env for provider in profile.reward.providers} & set(os.environ)
+            asked = (*profile.reward.providers, *profile.eval.providers)
+            names = {provider.token_env for provider in asked} & set(os.environ)
             group.call("settle", Path.cwd(), {name: os.environ[name] for name in names})
         group.members = group.call("about")
         host, port = group.call_one(0, "host_store", ranks, timeout)

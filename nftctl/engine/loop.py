@@ -11,12 +11,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nftctl.engine import services
+from nftctl.engine.alarms import Alarm
 from nftctl.engine.cluster import Cluster, find_cluster
+from nftctl.engine.evaluation import Evaluation
 from nftctl.engine.group import Group
 from nftctl.engine.looking import Looking
 from nftctl.engine.observation import Observation, observe
@@ -24,12 +26,13 @@ from nftctl.engine.pictures import write_curve
 from nftctl.engine.plan import JobPlan, plan_versions
 from nftctl.engine.reporter import Reporter
 from nftctl.engine.saving import Checkpoints
-from nftctl.engine.worker import WorkerSpec
+from nftctl.engine.worker import Rewards, WorkerSpec
 from nftctl.errors import CheckpointUnusable, NftctlError, RewardFailed, TrainingFailed
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import discard_partials, list_steps, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write
 from nftctl.run.disk import cure
+from nftctl.run.ending import recorded
 from nftctl.run.rows import done_again
 from nftctl.run.state import RunState
 
@@ -61,7 +64,9 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
 
 def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str, Any]:
     cluster = find_cluster(plan.profile, os.environ, reporter.note) if group is None else None
+    judging = services.for_evaluation(plan.profile)
     http = services.ask_http(plan.profile, plan.revisions)
+    http_judges = services.ask_http(judging, plan.judges)
     run = _open_folder(plan)
     with run.lock(), contextlib.ExitStack() as stack:
         # Forgotten at the end and not at the start: a signal may already be there.
@@ -71,7 +76,9 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             set_aside_newer(run.checkpoints, plan.state.step)
             atomic_write(run.run_json, pretty_bytes(run.read_record() | {"total_steps": plan.total_steps}))
         logs = run.new_attempt()
+        ending = stack.enter_context(recorded(logs))
         embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
+        judges = http_judges | stack.enter_context(services.embedded(judging, plan.judges, logs, "eval"))
         answered = [(http | embedded)[p.name] for p in plan.profile.reward.providers]
         observation = stack.enter_context(observe(run, plan, reporter))
         if again := done_again(observation.metrics, plan.state.step):
@@ -79,7 +86,12 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         if group is None:
             reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
             group = stack.enter_context(ranks_of(plan, logs, cluster, reporter))
-        facts = group.call("build", spec_of(plan, answered, logs))[0]
+        spec = replace(
+            spec_of(plan, answered, logs),
+            judges=tuple(judges[p.name].endpoint for p in judging.reward.providers),
+            base_grid=Evaluation.of(plan.profile, plan.prompt_path).base_grid,
+        )
+        facts = group.call("build", spec)[0]
         reporter.note(
             f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
             f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
@@ -90,7 +102,10 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
                 else ""
             )
         )
-        return _Run(plan, run, group, observation, reporter).go()
+        summary = _Run(plan, run, group, observation, reporter).go()
+        if summary["stopped"]:
+            ending.state, ending.reason = "stopped", summary["stopped"]
+        return summary
 
 
 def _open_folder(plan: JobPlan) -> RunDirectory:
@@ -148,7 +163,7 @@ class _Run:
         saves = Checkpoints(plan, self.run, self.group)
         looking = Looking.of(plan, self.run, self.group, self.observation)
         if state.step == 0 and not _stop_signal:
-            looking.now(0)
+            looking.now(state)
         try:
             state = self._train(state, saves, looking)
             saves.finish()
@@ -190,19 +205,26 @@ class _Run:
                 # Asked to stop before the first step, or since the last one ended: at most there is a save to make.
                 self._save_last(saves)
                 break
-            state = self.last = self._step(state, saves)
+            state = self.last = self._step(state, saves, looking.draws(state.step + 1))
             saves.advance()
-            last = state.step == self.plan.total_steps or bool(_stop_signal)
+            last = state.step == self.plan.total_steps or bool(_stop_signal) or self.observation.fatal is not None
             if last or (every and state.step % every == 0):
                 saves.begin(state, self.observation.metrics.rows)
-            looking.if_due(state.step)
+            looking.if_due(state)
+            if self.observation.fatal is not None:
+                self._end_at_alarm(saves, self.observation.fatal)
             if last:
                 break
         return state
 
-    def _step(self, state: RunState, saves: Checkpoints) -> RunState:
-        row, state = take_step(self.group, state, saves.advance_if_written)
-        self.observation.step(row, self.plan.total_steps)
+    def _end_at_alarm(self, saves: Checkpoints, alarm: Alarm) -> None:
+        """Save the step that is done, which an evaluation may have judged after it was passed over, and raise."""
+        self._save_last(saves)
+        raise TrainingFailed(f"step {self.last.step}: {alarm.code}: {alarm.message}", hint=alarm.advice)
+
+    def _step(self, state: RunState, saves: Checkpoints, keep: bool) -> RunState:
+        row, state, rewards = take_step(self.group, state, saves.advance_if_written, keep=keep)
+        self.observation.step(row, rewards, self.plan.total_steps)
         return state
 
     def _summary(self, state: RunState, saves: Checkpoints, grid: Path | None) -> dict[str, Any]:
@@ -225,12 +247,13 @@ class _Run:
 
 
 def take_step(
-    group: Group, state: RunState, sampled: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Any], RunState]:
-    """One step on all ranks: its metrics row and the state after it. `sampled` is called when the images are made."""
+    group: Group, state: RunState, sampled: Callable[[], None] = lambda: None, *, keep: bool = False
+) -> tuple[dict[str, Any], RunState, Rewards]:
+    """One step on all ranks: its metrics row, the state after it, and its rewards. `sampled` is called when the images
+    are made; `keep` has the ranks keep them, to show some after the step."""
     timer = _Timer()
     with timer.stage("sample"):
-        group.call("sample", state)
+        group.call("sample", state, keep)
     sampled()
     with timer.stage("prepare"):
         group.call("prepare", state)
@@ -238,19 +261,22 @@ def take_step(
         group.call("score")
     with timer.stage("train"):
         answers = group.call("train", state)
-    metrics, state = _agreed(answers)
-    return {"step": state.step, **metrics, **timer.row()}, state
+    metrics, after = _agreed(answers)
+    row = {"step": after.step, **metrics, **timer.row()}
+    # Every rank makes one sample of each source row.
+    row["timer/samples_per_second_per_rank"] = round((after.cursor - state.cursor) / row["timer/step"], 4)
+    return row, after, answers[0][2]
 
 
-def _agreed(answers: list[tuple[dict[str, float], RunState]]) -> tuple[dict[str, float], RunState]:
+def _agreed(answers: list[tuple[dict[str, float], RunState, Any]]) -> tuple[dict[str, float], RunState]:
     """The ranks' common row and state; machine figures are summed, everything else must be equal to the bit."""
-    rows = [{k: v for k, v in row.items() if not k.startswith("system/")} for row, _ in answers]
-    for rank, (row, (_, state)) in enumerate(zip(rows, answers, strict=True)):
+    rows = [{k: v for k, v in row.items() if not k.startswith("system/")} for row, _, _ in answers]
+    for rank, (row, (_, state, _)) in enumerate(zip(rows, answers, strict=True)):
         if row != rows[0] or state != answers[0][1]:
             keys = sorted(k for k in rows[0] if row.get(k) != rows[0][k])
             raise TrainingFailed(f"rank {rank} disagrees with rank 0 on {', '.join(keys) or 'the state'}", rank=rank)
     system: dict[str, float] = {}
-    for row, _ in answers:
+    for row, _, _ in answers:
         for key, value in row.items():
             if key.startswith("system/"):
                 system[key] = max(system.get(key, 0.0), value) if "peak" in key else system.get(key, 0.0) + value

@@ -1,18 +1,21 @@
-"""What a run writes down about itself: every row to its file and to the trackers, and a warning where one is due.
+"""What a run writes down about itself: every row to its file and to the trackers, and an alarm where one is due.
 
-Owns the files of rows and the trackers of one attempt. Reads nothing from the ranks and moves nothing in them.
+Owns the files of rows and the trackers of one attempt, and says at which alarm the run is to end. Reads nothing from
+the ranks and moves nothing in them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nftctl.engine.alarms import Alarm, Watch
 from nftctl.engine.plan import JobPlan
 from nftctl.engine.reporter import Reporter
 from nftctl.engine.trackers import TensorBoard
+from nftctl.engine.worker import Rewards
 from nftctl.profile.schema import Profile
 from nftctl.run.directory import RunDirectory
 from nftctl.run.rows import JsonLines, Row
@@ -20,41 +23,53 @@ from nftctl.run.rows import JsonLines, Row
 
 @dataclass(slots=True)
 class Observation:
-    """The rows of one run."""
+    """The rows of one run.
+
+    watch   None where the profile wants no alarms
+    fatal   the alarm that ends the run, once it is raised
+    """
 
     profile: Profile
     reporter: Reporter
     metrics: JsonLines
     evaluations: JsonLines
+    scores: JsonLines
+    alarms: JsonLines
     board: TensorBoard
+    watch: Watch | None
+    fatal: Alarm | None = None
 
-    def step(self, row: Row, total: int) -> None:
-        """A finished step."""
+    def step(self, row: Row, rewards: Rewards, total: int) -> None:
+        """A finished step: its metrics, and the reward of every sample."""
+        self.scores.append({"step": row["step"], "rewards": rewards})
         self.metrics.append(row)
         self.board.scalars(row)
         self.reporter.step(row, total)
-        self._warn(row)
+        if row["reward/dropped_groups"]:
+            dropped = f"{row['reward/dropped_groups']:.0f} groups dropped, their scores failed"
+            self.reporter.warn(f"step {row['step']}: {dropped}")
+        if self.watch is not None:
+            self._alarm(row["step"], self.watch.stepped(self.metrics.rows))
 
     def evaluated(self, row: Row) -> None:
         """A finished evaluation."""
         self.evaluations.append(row)
         self.board.scalars(row)
         self.reporter.note(f"held-out reward {row['eval/reward']:.3f} at step {row['step']}")
+        if self.watch is not None:
+            self._alarm(row["step"], self.watch.evaluated(self.metrics.rows, self.evaluations.rows))
 
-    def drawn(self, step: int, path: Path) -> None:
-        """A grid of samples has been written."""
-        self.board.image("samples", step, path)
+    def drawn(self, step: int, path: Path, tag: str = "samples") -> None:
+        """A picture has been written: a grid of samples, or a step's extremes."""
+        self.board.image(tag, step, path)
 
-    def _warn(self, row: Row) -> None:
-        step = row["step"]
-        if row["reward/zero_spread_groups"] >= self.profile.data.rows_per_step - row["reward/dropped_groups"]:
-            self.reporter.warn(
-                f"step {step}: every group has one reward for all its samples; nothing is learned from it"
-            )
-        if row["train/advantage_clamped_low"] + row["train/advantage_clamped_high"] > 0.5:
-            self.reporter.warn(f"step {step}: more than half of the advantages are at the clamp")
-        if row["reward/dropped_groups"]:
-            self.reporter.warn(f"step {step}: {row['reward/dropped_groups']:.0f} groups dropped, their scores failed")
+    def _alarm(self, step: int, raised: Sequence[Alarm]) -> None:
+        for alarm in raised:
+            said = {"alarm": alarm.code, "message": alarm.message, "advice": alarm.advice}
+            self.alarms.append({"step": step, **said, "value": alarm.value, "limit": alarm.limit})
+            self.reporter.warn(f"step {step}: {alarm.code}: {alarm.message}; {alarm.advice}")
+            if self.fatal is None and alarm.code in self.profile.alarms.stop:
+                self.fatal = alarm
 
 
 @contextlib.contextmanager
@@ -63,12 +78,15 @@ def observe(run: RunDirectory, plan: JobPlan, reporter: Reporter) -> Iterator[Ob
     step = plan.state.step
     metrics = JsonLines(run.metrics, keep_through=step)
     evaluations = JsonLines(run.path / "evaluations.jsonl", keep_through=step)
+    scores = JsonLines(run.path / "scores.jsonl", keep_through=step)
+    alarms = JsonLines(run.path / "alarms.jsonl", keep_through=step)
+    watch = Watch.of(plan.profile, metrics.rows, evaluations.rows) if plan.profile.alarms.enabled else None
     board = TensorBoard(
         run.path / "tensorboard", enabled=plan.profile.logging.tensorboard, warn=reporter.warn, keep_through=step
     )
     try:
-        yield Observation(plan.profile, reporter, metrics, evaluations, board)
+        yield Observation(plan.profile, reporter, metrics, evaluations, scores, alarms, board, watch)
     finally:
-        metrics.close()
-        evaluations.close()
+        for rows in (metrics, evaluations, scores, alarms):
+            rows.close()
         board.close()

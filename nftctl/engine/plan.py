@@ -6,7 +6,7 @@ Owns the computation of hashes, identity and seed contract, and the comparison o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +37,7 @@ class JobPlan:
     resume_from   the checkpoint folder, or None
     parent        where a fork came from, empty for every other run: run, run_id, checkpoint, step, changed values
     revisions     provider name -> the revision every reply must carry
+    judges        the same of the providers that score evaluations alone, which are no part of the identity
     """
 
     profile: Profile
@@ -57,6 +58,7 @@ class JobPlan:
     identity: dict[str, object]
     identity_hash: str
     seed_contract: dict[str, object]
+    judges: dict[str, str] = field(default_factory=dict)
     argv: list[str] = field(default_factory=list)
     parent: dict[str, Any] = field(default_factory=dict)
 
@@ -79,10 +81,8 @@ class JobPlan:
             "samples_per_step": self.profile.data.rows_per_step * rl.group_size,
             "base": {"path": str(self.base), "fingerprint": self.base_fingerprint},
             "prompts": {"path": str(self.prompt_path), "count": self.prompt_count, "sha256": self.prompt_hash},
-            "reward": [
-                {"name": p.name, "kind": p.kind, "url": p.url, "revision": self.revisions[p.name], "weight": p.weight}
-                for p in self.profile.reward.providers
-            ],
+            "reward": _described(self.profile.reward.providers, self.revisions),
+            **({"eval": _described(self.profile.eval.providers, self.judges)} if self.judges else {}),
             "checkpoint_every": self.profile.checkpoint.every,
             "identity": self.identity_hash,
             **({"parent": self.parent} if self.parent else {}),
@@ -99,6 +99,7 @@ class JobPlan:
             "init_from": self.profile.rl.init_from,
             "base_fingerprint": self.base_fingerprint,
             "reward_revisions": self.revisions,
+            **({"eval_revisions": self.judges} if self.judges else {}),
             "total_steps": self.total_steps,
             "argv": self.argv,
             **({"parent": self.parent} if self.parent else {}),
@@ -110,6 +111,13 @@ class JobPlan:
         return self.resume_from is not None and not self.parent
 
 
+def _described(providers: Sequence[Provider], revisions: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"name": p.name, "kind": p.kind, "url": p.url, "revision": revisions[p.name], "weight": p.weight}
+        for p in providers
+    ]
+
+
 def required_revision(provider: Provider) -> str:
     """The revision that this provider must serve: the one the profile pins, else the packaged scorer's own hash."""
     return provider.revision or scorer_revision(provider.scorer)
@@ -117,7 +125,7 @@ def required_revision(provider: Provider) -> str:
 
 def refuse_other_scorers(profile: Profile) -> None:
     """Raise RewardFailed when a packaged scorer is not the one that the profile pins."""
-    for p in profile.reward.providers:
+    for p in (*profile.reward.providers, *profile.eval.providers):
         if p.kind == "embedded" and p.revision and p.revision != (served := scorer_revision(p.scorer)):
             raise RewardFailed(
                 f"reward provider {p.name}: the profile pins revision {p.revision}, "
@@ -188,6 +196,7 @@ def _build(
         identity=document,
         identity_hash=identity.fingerprint(document),
         seed_contract=identity.seed_contract(dump, prompt_hash=prompt_hash),
+        judges={p.name: required_revision(p) for p in profile.eval.providers},
         argv=list(argv),
         **start,
     )

@@ -67,6 +67,12 @@ def ask_http(profile: Profile, revisions: Mapping[str, str]) -> dict[str, Servic
     }
 
 
+def for_evaluation(profile: Profile) -> Profile:
+    """The profile with the providers of its evaluation in place of its reward's: none where nothing is evaluated."""
+    providers = profile.eval.providers if profile.eval.prompt_file else []
+    return profile.model_copy(update={"reward": profile.reward.model_copy(update={"providers": providers})})
+
+
 def component_names(services: Sequence[Service]) -> list[str]:
     """Columns of the reward table: each provider's score, then its declared components."""
     names = []
@@ -77,14 +83,19 @@ def component_names(services: Sequence[Service]) -> list[str]:
 
 
 @contextlib.contextmanager
-def embedded(profile: Profile, revisions: Mapping[str, str], logs: Path) -> Iterator[dict[str, Service]]:
-    """Start every embedded provider on a free loopback port; they end with the block, and with this process."""
+def embedded(
+    profile: Profile, revisions: Mapping[str, str], logs: Path, purpose: str = "reward"
+) -> Iterator[dict[str, Service]]:
+    """Start every embedded provider on a free loopback port; they end with the block, and with this process.
+
+    Each has a log, `<purpose>_<name>.log`.
+    """
     running: list[subprocess.Popen[str]] = []
     try:
         services = {}
         for p in profile.reward.providers:
             if p.kind == "embedded":
-                process, url = _start(p, revisions[p.name], logs / f"reward_{p.name}.log")
+                process, url = _start(p, revisions[p.name], logs / f"{purpose}_{p.name}.log")
                 running.append(process)
                 services[p.name] = ask(Endpoint(p, url, revisions[p.name]), profile.reward)
         yield services

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,16 @@ from nftctl.roles import stage
 from nftctl.run.state import RunState
 
 if TYPE_CHECKING:
-    import torch
-
+    from nftctl.engine.pictures import Layout
     from nftctl.roles.reward import Endpoint
     from nftctl.roles.trajectory import Sampling, Trajectory, Weights
 
 log = logging.getLogger("nftctl.worker")
+
+Rewards = list[list[float] | None]
+"""Rewards of a step by prompt row, in rank order; None where the group was dropped."""
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in the unit that the kernel counts resident memory in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class WorkerSpec:
     """What a rank is built from; the same on every rank.
 
     request_key   run id and attempt, the head of every idempotency key
+    judges        who scores evaluations, where that is not who scores training
+    base_grid     fixed samples of the base that only the build can make: later nothing keeps the base's weights
     """
 
     profile: Profile
@@ -43,7 +50,22 @@ class WorkerSpec:
     endpoints: tuple[Endpoint, ...]
     component_names: tuple[str, ...]
     request_key: str
+    judges: tuple[Endpoint, ...] = ()
+    base_grid: tuple[Sequence[EvalSample], Sampling] | None = None
     resume_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A grid of what was painted: one prompt a row, one copy of the weights a column, `rewards` by row and column."""
+
+    path: Path
+    title: str
+    prompts: Sequence[str]
+    columns: Sequence[Weights]
+    captions: Sequence[str]
+    notes: Sequence[str]
+    rewards: Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,7 @@ class Worker:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._trajectories: list[Trajectory] = []
         self._step = 0
+        self._keep = False
         self._saved_step = 0
         self._peaks: dict[str, float] = {}
         self._saver: Any = None
@@ -137,6 +160,7 @@ class Worker:
         import torch
 
         from nftctl.engine.checkpoint import Saver
+        from nftctl.engine.looking_rank import Onlooker
         from nftctl.roles.build import build_roles
 
         if spec.profile.job.deterministic:
@@ -146,6 +170,9 @@ class Worker:
         self.spec = spec
         self.roles = build_roles(spec, rank=self.rank, device=self.device, control=self._control)
         self._saver = Saver(self._saving)
+        self._onlooker = Onlooker(self.roles, self.rank, self._control)
+        if spec.base_grid is not None:
+            self._onlooker.remember_base(*spec.base_grid)
         if spec.resume_from is not None:
             self._load(spec.resume_from)
         facts = self.roles.facts()
@@ -157,17 +184,22 @@ class Worker:
 
     # -- the stages of a step -----------------------------------------------------------------------------------
 
-    def sample(self, state: RunState) -> list[int]:
-        """data.next and rollout.sample; when it returns, images are on their way to the scorer. Returns row numbers."""
-        roles, self._step = self.roles, state.step + 1
+    def sample(self, state: RunState, keep: bool = False) -> list[int]:
+        """data.next and rollout.sample; when it returns, images are on their way to the scorer. Returns row numbers.
+
+        `keep` keeps the images as well, for `extremes` after the step.
+        """
+        roles, self._step, self._keep = self.roles, state.step + 1, keep
+        self._onlooker.keep([])
         stage.begin(self._step, "rollout")
         rows = roles.data.next(state.cursor)
         log.info("rows %d to %d", rows[0].number, rows[-1].number)
         self._peaks = {}
         self._peak("")  # what an evaluation took is not the step's
+        self._played_before = self._played()
         roles.reward.begin()
         self._trajectories = roles.rollout.sample(
-            rows, state.optimizer_steps, lambda part: roles.reward.submit(state.step, part)
+            rows, state.optimizer_steps, lambda part: roles.reward.submit(state.step, part, keep=keep)
         )
         self._peak("sample")
         return [row.number for row in rows]
@@ -183,24 +215,35 @@ class Worker:
         self.roles.rollout.hand_over()
         self.roles.reward.collect()
 
-    def train(self, state: RunState) -> tuple[dict[str, float], RunState]:
-        """replay.commit and policy.train. Collective. Returns the step's metrics and the state after it."""
+    def train(self, state: RunState) -> tuple[dict[str, float], RunState, Rewards | None]:
+        """replay.commit and policy.train. Collective. Returns the step's metrics, the state after it, and from rank 0
+        alone the rewards of all ranks."""
         roles = self.roles
         roles.replay.held = len(self._trajectories)
         commit = roles.replay.commit(self._trajectories)
         metrics, state = roles.policy.train(commit.trajectories, state)
         roles.release()
+        if self._keep:
+            self._onlooker.keep(self._trajectories)
         self._trajectories = []
         roles.replay.held = 0
         state.step += 1
         state.cursor += self.spec.profile.data.rows_per_step
-        return {**commit.metrics, **metrics, **self._system()}, state
+        rewards = commit.rewards if self.rank == 0 else None
+        return {**commit.metrics, **metrics, **self._system()}, state, rewards
 
     def _system(self) -> dict[str, float]:
         row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}
         self._peak("train")
         row |= {f"system/gpu_peak_{stage}_gb": peak for stage, peak in self._peaks.items()}
+        row["system/rss_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / 1e9
+        if self.roles.family.denoiser.recorder is not None:
+            row["system/rows_played"] = float(self._played() - self._played_before)
         return row
+
+    def _played(self) -> int:
+        recorder = self.roles.family.denoiser.recorder
+        return 0 if recorder is None else recorder.played
 
     def _peak(self, stage: str) -> None:
         """Note the most memory that tensors took since the last note; an empty name only starts anew."""
@@ -252,64 +295,28 @@ class Worker:
     # -- looking at the model ------------------------------------------------------------------------------------
 
     def evaluate(
-        self, samples: Sequence[EvalSample], how: Sampling, weights: Weights
-    ) -> list[tuple[float, dict[str, float]]]:
-        """Reward and components of this rank's share (samples rank, rank + world, ...). Every rank makes as many."""
-        import numpy as np
-
-        from nftctl.reward.protocol import Item
-
+        self, samples: Sequence[EvalSample], how: Sampling, weights: Weights, distance: bool
+    ) -> list[tuple[tuple[float, dict[str, float]], float | None]]:
+        """Reward, components and, of some, the distance to the reference, for this rank's share: samples rank,
+        rank + world, ... Every rank makes as many. Collective."""
         stage.begin(self._step, "evaluation")
-        mine = self._share(samples)
-        images = self._images(mine, how, weights)
-        items = [
-            Item(
-                id=f"eval/{self.rank}/{i}", prompt=s.reward_prompt, metadata=s.metadata, image=np.asarray(images[i][0])
-            )
-            for i, s in enumerate(mine)
-        ]
-        return self.roles.reward.score_images(items, "eval")
+        return self._onlooker.evaluate(samples, how, weights, distance=distance)
 
-    def grid(
-        self,
-        samples: Sequence[EvalSample],
-        how: Sampling,
-        weights: Weights,
-        shape: tuple[int, int],
-        path: Path,
-        title: str,
-    ) -> None:
-        """Rank 0 writes a PNG of `shape` (prompts, columns) with everybody's images. Collective."""
-        import torch
-        import torch.distributed as dist
-
-        from nftctl.engine.pictures import write_grid
-
+    def paint(
+        self, samples: Sequence[EvalSample], how: Sampling, columns: Sequence[Weights]
+    ) -> dict[Weights, list[float]]:
+        """Sample this rank's share with each of the weights for `grid`; returns the rewards. Collective."""
         stage.begin(self._step, "grid")
-        mine = torch.stack([image[0] for image in self._images(self._share(samples), how, weights)])
-        world = dist.get_world_size()
-        parts = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_gather(parts, mine, group=self._control)
-        if self.rank == 0:
-            total = shape[0] * shape[1]
-            images = torch.stack(parts, dim=1).flatten(0, 1)[:total]
-            prompts = [samples[i * shape[1]].reward_prompt for i in range(shape[0])]
-            write_grid(path, images.reshape(*shape, *images.shape[1:]).numpy(), prompts, title)
+        return self._onlooker.paint(samples, how, columns)
 
-    def _share(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
-        import torch.distributed as dist
+    def grid(self, drawing: Drawing) -> Layout | None:
+        """Rank 0 writes what was painted as a PNG, and says where the images stand. Collective."""
+        return self._onlooker.grid(drawing)
 
-        world = dist.get_world_size()
-        # Every rank must run the same number of forwards, so the last round is filled up with repeats.
-        padded = [*samples, *samples[: -len(samples) % world]]
-        return padded[self.rank :: world]
-
-    def _images(self, samples: Sequence[EvalSample], how: Sampling, weights: Weights) -> list[torch.Tensor]:
-        prompts, keys = [s.prompt for s in samples], [s.key for s in samples]
-        images = list(self.roles.rollout.sample_fixed(prompts, keys, how, weights))
-        self.roles.release()
-        self.roles.policy.skip_forwards()
-        return images
+    def extremes(self, path: Path, title: str) -> tuple[Layout, dict[str, Any]] | None:
+        """Rank 0 writes the best and worst samples of a step whose images were kept, and says which. Collective."""
+        stage.begin(self._step, "extremes")
+        return self._onlooker.extremes(path, title)
 
     def apply(self, look: Callable[[Worker], Any]) -> Any:
         """Run `look` on this rank and return its answer: diagnosis and tests."""
@@ -320,7 +327,7 @@ class Worker:
     def close(self) -> None:
         """Let go of connections; the process group goes with the process."""
         if hasattr(self, "roles"):
-            self.roles.reward.close()
+            self.roles.close()
             del self.roles
 
 

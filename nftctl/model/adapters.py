@@ -229,3 +229,21 @@ def follow(denoiser: nn.Module, adapter: str, kept: float) -> None:
     else:
         torch._foreach_mul_(moved, kept)
         torch._foreach_add_(moved, policy, alpha=1.0 - kept)
+
+
+@torch.no_grad()
+def squared_update(denoiser: nn.Module, adapter: str) -> float:
+    """Squared norm of what an adapter adds to the weights of all its modules, scaling x B A, which is never formed.
+
+    |B A|^2 is the sum of all entries of (B^T B) * (A A^T), two matrices as wide as the rank.
+    """
+    alike: dict[tuple[float, ...], list[Any]] = {}
+    for layer in lora_layers(denoiser).values():
+        key = (layer.scaling[adapter], *layer.lora_A[adapter].weight.shape, layer.out_features)
+        alike.setdefault(key, []).append(layer)
+    totals = []
+    for (scaling, *_), layers in alike.items():
+        down = torch.stack([layer.lora_A[adapter].weight for layer in layers])
+        up = torch.stack([layer.lora_B[adapter].weight for layer in layers])
+        totals.append(((up.mT @ up) * (down @ down.mT)).sum(dtype=torch.float64) * scaling**2)
+    return float(torch.stack(totals).sum()) if totals else 0.0

@@ -62,6 +62,11 @@ class Copies(ABC):
     def stepped(self) -> None:
         """Say that the optimizer has moved the policy."""
 
+    @abstractmethod
+    def drift(self) -> tuple[float, float] | None:
+        """This rank's part of two squared norms, which add up over the ranks: what the policy's weights differ by from
+        the reference's, and those of the reference, of adapted modules alone. None where there is no such copy."""
+
 
 class AdapterCopies(Copies):
     """Adapters on one frozen base; with all of them off it is the reference."""
@@ -70,6 +75,7 @@ class AdapterCopies(Copies):
         self._denoiser = denoiser
         self.parameters = adapters.policy_parameters(denoiser)
         self._saved: dict[str, Tensor] = {}
+        self._base: float | None = None
 
     def use(self, which: Weights) -> AbstractContextManager[None]:
         return adapters.weights(self._denoiser, which)
@@ -106,6 +112,15 @@ class AdapterCopies(Copies):
         # Adapters are whole on every rank: the next forward reads what the optimizer wrote.
         pass
 
+    @torch.no_grad()
+    def drift(self) -> tuple[float, float]:
+        world = dist.get_world_size()
+        layers = adapters.lora_layers(self._denoiser).values()
+        if self._base is None:
+            weights = [layer.base_layer.weight for layer in layers]
+            self._base = sum(_square(_local(w)) / (1 if isinstance(w, DTensor) else world) for w in weights)
+        return adapters.squared_update(self._denoiser, adapters.POLICY) / world, self._base
+
 
 class FullCopies(Copies):
     """All weights of a sharded denoiser. The copy in use lies in its parameters; the others lie beside, shard by shard.
@@ -122,6 +137,7 @@ class FullCopies(Copies):
         self._beside = {which: {n: _local(p).clone() for n, p in self.parameters.items()} for which in kept}
         self._same = set(kept)
         self._active: Weights = "policy"
+        self._base = sum(map(_square, self._beside["reference"].values())) if reference else None
 
     @contextmanager
     def use(self, which: Weights) -> Iterator[None]:
@@ -195,6 +211,21 @@ class FullCopies(Copies):
         # Gathered weights are those before the step, and would go on being used in silence.
         shard.release(self._denoiser)
         self._same.clear()
+
+    @torch.no_grad()
+    def drift(self) -> tuple[float, float] | None:
+        if self._base is None:
+            return None
+        shard.release(self._denoiser)
+        beside = self._beside["reference"]
+        # One tensor at a time: all differences together would be another copy of the weights.
+        gaps = [torch.linalg.vector_norm(_local(p) - beside[name]) for name, p in self.parameters.items()]
+        return float(torch.stack(gaps).to("cpu", torch.float64).square().sum()), self._base
+
+
+def _square(weight: Tensor) -> float:
+    """Squared norm in float64, so that it is the same however the weights are cut."""
+    return float(torch.linalg.vector_norm(weight, dtype=torch.float64).square())
 
 
 def _local(tensor: Tensor) -> Tensor:

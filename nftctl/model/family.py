@@ -51,6 +51,11 @@ class PromptEncoder(Protocol):
         """Times that the encoder's weights had to be on the device for it."""
         ...
 
+    @property
+    def needs_room(self) -> bool:
+        """Whether a visit takes as much of the device as all of the weights: the gathered base then has to go."""
+        ...
+
     def check(self, prompt: str, *, negative: bool = False) -> None:
         """Refuse, with ProfileRefused, a prompt that cannot be encoded; encodes nothing."""
         ...

@@ -98,6 +98,11 @@ class RememberingEncoder(ABC, Generic[Key, Value]):
         """Times that the weights had to be on the device for it."""
         return self._residence.visits
 
+    @property
+    def needs_room(self) -> bool:
+        """Whether a visit takes as much of the device as all of the weights."""
+        return self._residence.needs_room
+
     def check(self, prompt: str, *, negative: bool = False) -> None:
         """Refuse a prompt that cannot be encoded; encodes nothing."""
 

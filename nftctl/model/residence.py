@@ -20,6 +20,9 @@ from nftctl.errors import CheckpointUnusable
 class Residence:
     """On the device for good. The others say what a visit, and the time of one module in it, begin and end with."""
 
+    needs_room = False
+    """Whether a visit takes as much of the device as all of the weights."""
+
     def __init__(self) -> None:
         self.visits = 0
         """Times that prompts had to be encoded, all prompts of one `visit` together."""
@@ -77,6 +80,7 @@ class Visiting(Residence):
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, one_by_one: bool) -> None:
         super().__init__()
         self._modules, self._device, self._one_by_one = tuple(modules), device, one_by_one
+        self.needs_room = not one_by_one
 
     def _begin(self) -> None:
         if not self._one_by_one:

@@ -117,7 +117,7 @@ def estimate(
     return Memory(
         (
             *_shards(profile, size),
-            _gathered(profile, size),
+            _gathered(profile, size, leaves=whole and _encodes_at(profile) != "always"),
             *_fp8(profile, size),
             _prompt_encoder(profile, size, unit),
             _prompt_cache(profile, size, prompts),
@@ -183,9 +183,10 @@ def _units(profile: Profile, size: Anatomy, *, stored: bool = False) -> list[int
     return sorted(units.values(), reverse=True)
 
 
-def _gathered(profile: Profile, size: Anatomy) -> Part:
+def _gathered(profile: Profile, size: Anatomy, *, leaves: bool) -> Part:
+    """`leaves`: an encoder that comes whole takes its room."""
     units, model = _units(profile, size), profile.model
-    when: When = "always" if _encodes_at(profile) == "always" else "rollout and training"
+    when: When = "rollout and training" if leaves else "always"
     if model.shard == "reshard":
         how = "the two largest units: one computes, the next is gathered"
         return Part("gathered base", sum(units[:2]), when, how, True)

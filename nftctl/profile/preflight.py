@@ -14,7 +14,7 @@ from nftctl.profile.diagnose import Places, arrange, printable
 from nftctl.profile.keys import Path, parse
 from nftctl.profile.load import Resolved
 from nftctl.profile.origins import DEFAULT, Fault, Origin
-from nftctl.profile.rules import base, data, lora, modality, objective, reward, topology
+from nftctl.profile.rules import base, data, lora, modality, objective, reward, topology, trackers
 from nftctl.profile.rules.rule import Facts, Problem, Rule, Severity
 
 __all__ = ["RULES", "Rule", "check", "locate_origins", "place", "refuse_if_wrong"]
@@ -27,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     *objective.RULES,
     *reward.RULES,
     *data.RULES,
+    *trackers.RULES,
 )
 
 

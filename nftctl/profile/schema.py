@@ -345,17 +345,25 @@ class Logging(Section):
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    wandb: bool = False
+    """Also log to W&B, of the extra `nftctl[wandb]`; its key and host come from its own WANDB_* variables."""
+    trackio: bool = False
+    """Also log to trackio, of the extra `nftctl[trackio]`; its place comes from its own TRACKIO_* variables."""
+    project: str = "nftctl"
+    """Project at W&B and trackio: letters, digits, `.`, `_` and `-`."""
 
 
 class Samples(Section):
-    """Grids of fixed prompts and seeds."""
+    """Grids of fixed prompts and seeds, with the run's reward under each image."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between grids; 0: before the first and after the last step only."""
+    """Steps between grids; 0: before the first and after the last step only. With each grid after a step go that step's
+    own best and worst samples."""
     prompts: Annotated[int, Field(ge=0)] = 6
-    """Rows of the grid, taken from the evaluation prompts, else from the training prompts; 0: no grids."""
-    columns: Count = 4
-    """Samples per prompt."""
+    """Prompts of the grid, taken from the evaluation prompts, else from the training prompts; 0: no grids."""
+    noises: Count = 1
+    """Noises per prompt. Each makes a row: one image by the base, by old, by the average (where `eval.weights` names
+    it) and by the policy."""
 
 
 class Eval(Section):
@@ -374,7 +382,27 @@ class Eval(Section):
     guidance: NonNegative | None = None
     """Guidance; unset: `rl.guidance`."""
     weights: Literal["policy", "ema"] = "policy"
-    """Which weights are evaluated, and drawn in grids; `ema` needs `rl.ema_decay`."""
+    """Which weights are evaluated; `ema` is then a column of the grids too, and needs `rl.ema_decay`."""
+    providers: list[Provider] = []
+    """Who scores evaluations, with the keys of `reward.providers`; may well be somebody who is never trained on. Empty:
+    the run's own reward."""
+
+
+AlarmCode = Literal[
+    "reward-hacking", "clamp", "zero-spread", "policy-frozen", "old-not-moving", "images-saturating", "images-noisy",
+    "diversity-collapse", "loss-exploding", "grad-exploding", "reward-collapse",
+]  # fmt: skip
+
+
+class Alarms(Section):
+    """Signs in a run's own numbers that it pleases its scorer alone, collapses, or does not learn."""
+
+    enabled: bool = True
+    """Look for them after every step and evaluation: each is said once until it clears, and noted in alarms.jsonl."""
+    stop: list[AlarmCode] = []
+    """Alarms at which the run saves and ends, with exit code 7: any of `reward-hacking` (seen by evaluations alone),
+    `clamp`, `zero-spread`, `policy-frozen`, `old-not-moving`, `images-saturating`, `images-noisy`,
+    `diversity-collapse`, `loss-exploding`, `grad-exploding`, `reward-collapse`. Needs `enabled`."""
 
 
 class Profile(Section):
@@ -391,6 +419,7 @@ class Profile(Section):
     logging: Logging = Logging()
     samples: Samples = Samples()
     eval: Eval = Eval()
+    alarms: Alarms = Alarms()
 
     @property
     def ranks(self) -> int:

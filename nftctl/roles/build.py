@@ -1,4 +1,5 @@
-"""Builds the five roles of a rank from its spec: one family, one adapter pair, one FSDP mesh.
+"""Builds the five roles of a rank from its spec: one family, one adapter pair, one FSDP mesh; and who scores
+evaluations.
 
 Refuses prompts that the base's tokenizer refuses, before anything is sampled.
 """
@@ -45,6 +46,8 @@ class Spec(Protocol):
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
     @property
+    def judges(self) -> Sequence[Endpoint]: ...
+    @property
     def component_names(self) -> Sequence[str]: ...
     @property
     def request_key(self) -> str: ...
@@ -61,6 +64,14 @@ class Roles:
     replay: ReplayRole
     policy: PolicyRole
     lora_targets: Sequence[str]
+    judge: RewardRole
+    """Who scores evaluations, and nothing else: `reward` itself unless the profile names others."""
+
+    def close(self) -> None:
+        """Let go of every connection to a scorer."""
+        self.reward.close()
+        if self.judge is not self.reward:
+            self.judge.close()
 
     def release(self) -> None:
         """Give the gathered base back where it is trained; one that is frozen stays for the next step."""
@@ -105,14 +116,16 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         seed=profile.rl.seed,
     )
     _refuse_unreadable(family.encoder, profile, spec.prompt_path)
+    reward = RewardRole(profile.reward, spec.endpoints, key=spec.request_key, rank=rank)
     return Roles(
         family=family,
         data=data,
         rollout=RolloutRole(family, profile, rank=rank, device=device, lowered=lowered),
-        reward=RewardRole(profile.reward, spec.endpoints, key=spec.request_key, rank=rank),
+        reward=reward,
         replay=ReplayRole(profile, spec.component_names, control),
         policy=PolicyRole(family, profile, rank=rank, device=device, control=control),
         lora_targets=profile.model.lora.targets,
+        judge=RewardRole(profile.reward, spec.judges, key=spec.request_key, rank=rank) if spec.judges else reward,
     )
 
 

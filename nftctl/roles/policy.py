@@ -6,6 +6,7 @@ that is not finite; the refusal is collective, because every rank sees the terms
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -152,7 +153,8 @@ class PolicyRole:
         """Every optimizer step of the rollout, on the kept samples. Collective. Returns metrics and new counters."""
         indices, r = self._select(kept)
         state = replace(state)
-        planned = self._planned([pairs.plan for pairs in self._prepared], len(kept))
+        plans = [pairs.plan for pairs in self._prepared]
+        planned = self._planned(plans, len(kept))
         sums, norms, updates = [], [], len(self._prepared)
         for k, pairs in enumerate(self._prepared):
             stage.begin(state.step + 1, "backward", k, updates)
@@ -170,7 +172,9 @@ class PolicyRole:
             "old/refreshes": float(state.old_refreshes),
             "forwards/planned": float(planned),
             "forwards/executed": float(self._executed()),
+            "forwards/skipped": float(len(indices) * sum(plan.skipped_per_pair for plan in plans)),
         }
+        row |= self._distance() | self._age(state)
         self._prepared, self._conditions, self._order = [], [], {}
         return row, state
 
@@ -271,6 +275,25 @@ class PolicyRole:
         state.old_blended = int(eta > 0)
         state.old_refreshes += 1
         return eta
+
+    def _distance(self) -> dict[str, float]:
+        """How far the policy's weights are from the reference's, relative to these; empty where there is no reference.
+
+        Collective. Added up from all ranks in rank order: products on GPUs need not round alike on each of them.
+        """
+        drift = self.copies.drift()
+        if drift is None:
+            return {}
+        moved, base = self._of_all_ranks(torch.tensor(drift, dtype=torch.float64)).sum(dim=0).tolist()
+        # The last digits of the base's norm depend on how it is cut.
+        return {"policy/distance": math.sqrt(moved / float(f"{base:.9g}"))}
+
+    def _age(self, state: RunState) -> dict[str, float]:
+        """Which policy old was last refreshed from, and how many optimizer steps ago."""
+        if not self._rl.old.build_old:
+            return {}
+        age = state.policy_version - state.old_version
+        return {"old/version": float(state.old_version), "old/age": float(age)}
 
     def _means(self, sums: Tensor, pairs: int) -> dict[str, float]:
         """Means over all (row, timestep) pairs of all ranks; `sums` [ranks, terms], `pairs` of one rank."""

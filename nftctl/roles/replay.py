@@ -1,7 +1,8 @@
 """The group's decision: rewards of all ranks side by side, which groups count, advantage and optimality of each sample.
 
 Every rank computes the same matrix, so nothing has to be agreed upon afterwards. Holds nothing between steps. Whether
-providers are added or normalised first is decided here, and so is what is said about each of them in the step's row.
+providers are added or normalised first is decided here, and so is what is said in the step's row about each of them and
+about the images.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nftctl.algorithm import advantage
+from nftctl.algorithm import advantage, image_statistics
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Profile, Provider
 from nftctl.roles.trajectory import Trajectory
@@ -23,10 +24,14 @@ CAUSE_BYTES = 1024
 
 @dataclass(slots=True)
 class Commit:
-    """The step's kept trajectories of this rank and the metrics that are known before training."""
+    """The step's kept trajectories of this rank and the metrics that are known before training.
+
+    rewards   of all ranks, by row, in rank order; None where the group was dropped
+    """
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
+    rewards: list[list[float] | None]
 
 
 class ReplayRole:
@@ -45,7 +50,7 @@ class ReplayRole:
 
         Raises RewardFailed on every rank alike when more groups failed than the profile allows.
         """
-        table = self._gather(trajectories)
+        table, looks = self._gather(trajectories)
         rewards = table[:, :, 0]
         kept = torch.isfinite(rewards).all(dim=1)
         self._judge(kept, trajectories)
@@ -58,7 +63,8 @@ class ReplayRole:
         mine = [t for t, keep in zip(trajectories, kept.tolist(), strict=True) if keep]
         low, high = self._rl.advantage_low, self._rl.advantage_high
         metrics = advantage.statistics(rewards, kept, raw, optimality, low=low, high=high)
-        return Commit(mine, metrics | self._components(table, kept) | self._services(table))
+        metrics |= self._components(table, kept) | self._services(table) | _images(looks)
+        return Commit(mine, metrics, [row if keep else None for row, keep in zip(rewards.tolist(), kept, strict=True)])
 
     def _advantages(self, table: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Unclamped, float64 [rows, ranks]."""
@@ -76,10 +82,10 @@ class ReplayRole:
     def _column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         return table[:, :, 1 + self._names.index(name)]
 
-    def _gather(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    def _gather(self, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """float64 [rows, ranks, 1 + components + 2 providers]: reward, components, latencies in seconds, failures.
 
-        NaN where nothing was scored.
+        NaN where nothing was scored. Beside it [rows, ranks, ...], of each image saturation, fine detail and thumbnail.
         """
         missing = float("nan")
         rows = [
@@ -91,10 +97,13 @@ class ReplayRole:
             ]
             for t in trajectories
         ]
-        mine = torch.tensor(rows, dtype=torch.float64)
+        width = len(rows[0])
+        looks = [_look(t) for t in trajectories]
+        mine = torch.tensor([row + look for row, look in zip(rows, looks, strict=True)], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, mine, group=self._group)
-        return torch.stack(parts, dim=1)
+        whole = torch.stack(parts, dim=1)
+        return whole[:, :, :width], whole[:, :, width:]
 
     def _judge(self, kept: torch.Tensor, trajectories: Sequence[Trajectory]) -> None:
         dropped = int((~kept).sum())
@@ -138,3 +147,19 @@ class ReplayRole:
             if answered.numel():
                 row[f"timer/reward/{name}"] = round(answered.max().item(), 4)
         return row
+
+
+def _look(trajectory: Trajectory) -> list[float]:
+    look = trajectory.look
+    return [] if look is None else [look.saturation, look.high_frequency, *look.thumbnail.ravel().tolist()]
+
+
+def _images(looks: torch.Tensor) -> dict[str, float]:
+    """Means over all samples, those of dropped groups too: they were made. Empty where nobody looked at the images."""
+    if not looks.shape[2]:
+        return {}
+    return {
+        "images/saturation": looks[:, :, 0].mean().item(),
+        "images/high_frequency": looks[:, :, 1].mean().item(),
+        "images/diversity": image_statistics.diversity(looks[:, :, 2:].numpy()),
+    }

@@ -93,8 +93,8 @@ class RewardRole:
         """Forget what an earlier step left; the deadline starts with the first request."""
         self._pending = []
 
-    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Send decoded samples to every provider; returns at once.
+    def submit(self, step: int, trajectories: Sequence[Trajectory], *, keep: bool = False) -> None:
+        """Send decoded samples to every provider; returns at once. They are let go of, unless `keep`.
 
         With `drop-group` each sample travels alone, so that one bad reply costs one group and not the micro-batch.
         """
@@ -104,8 +104,9 @@ class RewardRole:
         for start in range(0, len(trajectories), size):
             part = list(trajectories[start : start + size])
             items = [self._item(t) for t in part]
-            for t in part:
-                t.image = None
+            if not keep:
+                for t in part:
+                    t.image = None
             for endpoint, client in zip(self._endpoints, self._clients, strict=True):
                 scores = client.score(items, key=self._next_key(step), deadline=self._deadline)
                 self._pending.append(_Pending(part, endpoint.provider, self._run(_timed(scores))))

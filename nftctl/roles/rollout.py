@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from nftctl.algorithm import draws, sampler
+from nftctl.algorithm.image_statistics import look_at
 from nftctl.errors import TrainingFailed
 from nftctl.model import shard
 from nftctl.model.copies import copies_of
@@ -44,7 +45,6 @@ class RolloutRole:
         # On a CPU an image is there when it has been computed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images") if device.type == "cuda" else None
         self._handing: list[Future[None]] = []
-        self._visiting = profile.model.prompt_encoder != "resident"
         self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
 
     @property
@@ -89,7 +89,7 @@ class RolloutRole:
                 hint=error.hint,
             ) from None
         for trajectory, image in zip(part, pixels, strict=True):
-            trajectory.image = image
+            trajectory.image, trajectory.look = image, look_at(image[0].numpy())
         decoded(part)
 
     def encode(
@@ -97,7 +97,7 @@ class RolloutRole:
     ) -> tuple[list[Conditioning], Conditioning | None]:
         """One condition per prompt, and the negative prompt's where guidance reads it: one visit of the encoder."""
         encoder, negative = self._family.encoder, None
-        if self._visiting:
+        if encoder.needs_room:
             # The encoder takes the room of the gathered base. On every rank alike, whoever lacks a prompt: all gather
             # again together.
             shard.release(self._family.denoiser)
@@ -168,8 +168,15 @@ class RolloutRole:
         self, prompts: Sequence[str], keys: Sequence[tuple[int | str, ...]], how: Sampling, weights: Weights
     ) -> Iterator[torch.Tensor]:
         """Images [T, H, W, 3] of fixed (prompt, noise key) pairs: evaluation and sample grids."""
+        for _, _, images in self.make_fixed(prompts, keys, how, weights):
+            yield from images
+
+    def make_fixed(
+        self, prompts: Sequence[str], keys: Sequence[tuple[int | str, ...]], how: Sampling, weights: Weights
+    ) -> Iterator[tuple[list[Conditioning], torch.Tensor, torch.Tensor]]:
+        """Conditions, latents and images of the same, micro-batch by micro-batch."""
         size = max(self._micro_batch, 16)
         for start in range(0, len(prompts), size):
             conditions, negative = self.encode(prompts[start : start + size], how, ahead=prompts[start + size :])
             noise = torch.stack([draws.normal(self._family.latent_shape, *key) for key in keys[start : start + size]])
-            yield from self.denoise(conditions, negative, noise, how, weights)[1]
+            yield conditions, *self.denoise(conditions, negative, noise, how, weights)

@@ -13,6 +13,7 @@ from nftctl.profile.prompts import Prompt
 if TYPE_CHECKING:
     import torch
 
+    from nftctl.algorithm.image_statistics import ImageLook
     from nftctl.model.family import Conditioning
 
 
@@ -47,7 +48,9 @@ class Trajectory:
 
     tick          value of the seed clock that drew its noise
     x0            the sampler's final latent, float32 [C, T, H, W]
-    image         uint8 [T, H, W, 3] on the CPU; None until it has come from the device, and once it is sent
+    image         uint8 [T, H, W, 3] on the CPU; None until it has come from the device, and once it is sent, unless the
+                  step's samples are to be shown
+    look          what stays of the image when it is sent
     reward        weighted sum over providers; None until scored, and for ever when scoring failed
     components    raw scores by provider, and their parts by `provider/part`
     failures      what went wrong, by provider
@@ -59,6 +62,7 @@ class Trajectory:
     x0: torch.Tensor
     conditioning: Conditioning
     image: torch.Tensor | None
+    look: ImageLook | None = None
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)

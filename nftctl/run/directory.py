@@ -141,6 +141,10 @@ class RunDirectory:
         finally:
             lock.release()
 
+    def holder(self) -> str:
+        """The live process that holds the run, in words; empty when none does. Writes nothing."""
+        return _holder(self.path)
+
     def retire(self) -> Path:
         """Move a run that never had a checkpoint out of the way, whole: `<name>.unsaved-1`. Call it under the lock."""
         numbers = range(1, 10_000)

@@ -19,8 +19,8 @@ GENERATOR_VERSION = 1
 ABSENT = "(absent)"
 """What a difference shows for a key that one side does not have."""
 
-OUTSIDE_SECTIONS = ("checkpoint", "logging", "samples", "eval")
-"""Sections that only say what is written down and when."""
+OUTSIDE_SECTIONS = ("checkpoint", "logging", "samples", "eval", "alarms")
+"""Sections that only say what is written down, when, and when to end for it."""
 
 OUTSIDE_KEYS = frozenset({
     "job.name", "job.run_dir", "rl.max_steps", "grid.address", "grid.collective_timeout_s",

@@ -38,5 +38,6 @@ def test_public_recipe_costs_40_rollout_rows_and_one_training_row_per_sample() -
 def test_old_joins_at_the_second_update_after_a_copy() -> None:
     plans = [plan_forwards(kl_beta=0.1, build_old=True, policy_version=2 + k, old_version=2) for k in range(2)]
     assert [plan.rows_per_pair for plan in plans] == [2, 3]
+    assert [plan.skipped_per_pair for plan in plans] == [1, 0]
     count = expected_forwards(plans, rows=4, kept_rows=3, steps=10, guidance=1.0, timesteps=5)
     assert (count.rollout, count.policy, count.old, count.reference) == (40, 30, 15, 30)

@@ -167,6 +167,13 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
         {"rl.max_steps": 10**15, "checkpoint.every": 1, "checkpoint.keep_last": 10**15},
     ),
     ("job-name", "job.name", {"job.name": "../elsewhere"}),
+    ("alarms-stop", "alarms.stop", {"alarms.stop": ["clamp"], "alarms.enabled": False}),
+    ("alarms-stop", "alarms.stop", {"alarms.stop": ["reward-hacking"], "eval.prompt_file": "prompts.txt"}),
+    ("alarms-stop", "alarms.stop", {"alarms.stop": ["clamp", "reward-hacking"], "eval.every": 5}),
+    ("tracker-missing", "logging.wandb", {"logging.wandb": True}),
+    ("tracker-missing", "logging.trackio", {"logging.trackio": True}),
+    ("tracker-project", "logging.project", {"logging.project": "a/b"}),
+    ("tracker-project", "logging.project", {"logging.project": ""}),
 ]
 ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
     ("reward-missing", "reward.providers", []),
@@ -323,6 +330,10 @@ BROKEN: dict[str, object] = {
     "reward.jpeg_quality": 90,
     "rl.advantage_std": "global",
     "job.name": "../elsewhere",
+    "alarms.enabled": False,
+    "alarms.stop": ["clamp"],
+    "logging.wandb": True,
+    "logging.project": "a/b",
 }
 """One fault for every rule that can speak beside the others."""
 BROKEN_PROVIDERS: list[dict[str, object]] = [

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nftctl.algorithm.image_statistics import ImageLook
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Profile
 from tests.model.world import run_world
@@ -21,6 +22,11 @@ REWARDS = np.array([[0.0, 1.0, 2.0], [5.0, 5.0, 8.0], [0.25, 0.25, 0.25], [-1.0,
 SCORES = REWARDS + np.arange(RANKS)
 OTHER = 100.0 * np.array([[3.0, 1.0, 2.0], [0.0, 1.0, 0.0], [7.0, 7.0, 7.0], [1.0, 1.0, 1.0]])
 """Raw scores of the providers `a` and `b`; the latter has no spread in rows 2 and 3."""
+
+SATURATION = np.array([[0.1, 0.2, 0.3], [0.0, 0.0, 0.6], [0.5, 0.5, 0.5], [1.0, 0.0, 0.0]])
+DETAIL = 0.01 * np.arange(12.0).reshape(4, 3)
+GREY = np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5], [1.0, 1.0, 1.0]])
+"""What is seen in the images: two shares, and the level of a thumbnail of one shade."""
 
 Row = dict[str, Any]
 
@@ -57,6 +63,9 @@ def commits(rank: int, folder: str) -> None:
     for name, (profile, faults) in CASES.items():
         samples = [picture(0, number=40 + n) for n in range(len(REWARDS))]
         for n, sample in enumerate(samples):
+            if name != "global":
+                thumbnail = np.full((2, 2, 3), GREY[n, rank])
+                sample.look = ImageLook(SATURATION[n, rank], DETAIL[n, rank], thumbnail)
             sample.failures = {"a": faults[n, rank]} if (n, rank) in faults else {}
             sample.reward = None if sample.failures else REWARDS[n, rank]
             if not sample.failures:
@@ -73,6 +82,7 @@ def commits(rank: int, folder: str) -> None:
             "advantage": [t.advantage for t in samples],
             "optimality": [t.optimality for t in samples],
             "metrics": commit.metrics,
+            "rewards": commit.rewards,
         }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(seen))
 
@@ -213,3 +223,19 @@ def test_a_step_of_which_nothing_is_left_is_refused_however_many_may_go(ranks: l
     said = {rank["everything"]["error"] for rank in ranks}
     assert len(said) == 1
     assert "4 of 4 groups have no scores" in said.pop()
+
+
+def test_images_are_told_of_by_means_over_all_samples_of_all_ranks(ranks: list[dict[str, Row]]) -> None:
+    """Those of a dropped group too: they were made. Pairs of a group differ by 1, 1, 0; not at all; 1/4, 1/2, 1/4."""
+    for case in ("sound", "dropped"):
+        row = ranks[2][case]["metrics"]
+        assert row["images/saturation"] == pytest.approx(SATURATION.mean(), rel=1e-12)
+        assert row["images/high_frequency"] == pytest.approx(DETAIL.mean(), rel=1e-12)
+        assert row["images/diversity"] == pytest.approx((2 / 3 + 0 + 1 / 3 + 0) / 4, rel=1e-12)
+    assert not [key for key in ranks[0]["global"]["metrics"] if key.startswith("images/")]
+
+
+def test_every_reward_of_the_step_is_known_and_none_of_a_dropped_group(ranks: list[dict[str, Row]]) -> None:
+    assert [rank["sound"]["rewards"] for rank in ranks] == [REWARDS.tolist()] * RANKS
+    dropped = [None if n == 1 else row for n, row in enumerate(REWARDS.tolist())]
+    assert [rank["dropped"]["rewards"] for rank in ranks] == [dropped] * RANKS

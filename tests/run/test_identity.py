@@ -41,6 +41,7 @@ def document(**sections: dict[str, Any]) -> dict[str, object]:
         ("logging", {"tensorboard": False}),
         ("samples", {"every": 5, "prompts": 1, "columns": 1}),
         ("eval", {"prompt_file": "embedded", "seed": 9, "samples_per_prompt": 2}),
+        ("alarms", {"enabled": False, "stop": ["clamp"]}),
         ("reward", {"providers": [PROVIDER], "deadline_s": 9.0, "retries": 0}),
         ("reward", {"providers": [PROVIDER], "connect_timeout_s": 1.0, "read_timeout_s": 2.0}),
         ("reward", {"providers": [PROVIDER | {"url": "http://127.0.0.1:9", "token_env": "OTHER"}]}),

@@ -102,6 +102,16 @@ def _job_name(facts: Facts) -> Iterator[Problem]:
         yield Problem("job.name", "job.name must be a plain folder name of at most 200 bytes")
 
 
+def _stop(facts: Facts) -> Iterator[Problem]:
+    alarms, look = facts.profile.alarms, facts.profile.eval
+    if alarms.stop and not alarms.enabled:
+        message = "alarms.stop names alarms, and alarms.enabled = false raises none"
+        yield Problem("alarms.stop", message, "set alarms.enabled = true, or stop = []")
+    elif "reward-hacking" in alarms.stop and not (look.prompt_file and look.every):
+        message = 'alarms.stop names "reward-hacking", which evaluations during the run alone can raise'
+        yield Problem("alarms.stop", message, "set eval.prompt_file, and eval.every above 0")
+
+
 RULES = (
     Rule(MISSING, "There is something to train on.", _missing),
     Rule(INVALID, "Every line is of the declared format.", _invalid),
@@ -109,4 +119,5 @@ RULES = (
     Rule("prompt-duplicate", "A line that stands twice is trained on twice as often.", _duplicate, "warning"),
     Rule("disk-space", "There is room for every checkpoint that is kept.", _disk),
     Rule("job-name", "The run's name is the name of its folder.", _job_name),
+    Rule("alarms-stop", "A run that is to end at an alarm can raise it.", _stop),
 )

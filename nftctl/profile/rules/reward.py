@@ -1,9 +1,9 @@
-"""Who scores, under which pinned revision, and for how long the run waits."""
+"""Who scores training and evaluations, under which pinned revision, and for how long the run waits."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from nftctl.profile.artifacts import scorer_names
@@ -15,12 +15,19 @@ PATHS = ("/v1/score", "/v1/info", "/api/reward/enqueue", "/api/reward/pull", "/a
 """What clients append themselves, and what people paste."""
 TAKEN = ("std", "group_std", "zero_spread_groups", "dropped_groups")
 """Metrics `reward/<name>` of the whole step."""
+TAKEN_IN_EVALUATIONS = ("reward", "samples", "kl_distance")
+"""Metrics `eval/<name>` of the whole evaluation."""
+
+
+def _all(facts: Facts) -> Iterator[tuple[str, Provider]]:
+    """Providers of the reward, then of evaluations, each under its key: one is held to what the other is held to."""
+    for table, providers in (("reward", facts.profile.reward.providers), ("eval", facts.profile.eval.providers)):
+        for index, provider in enumerate(providers):
+            yield f"{table}.providers.{index}", provider
 
 
 def _of_kind(facts: Facts, kind: str) -> Iterator[tuple[str, Provider]]:
-    for index, provider in enumerate(facts.profile.reward.providers):
-        if provider.kind == kind:
-            yield f"reward.providers.{index}", provider
+    return ((key, provider) for key, provider in _all(facts) if provider.kind == kind)
 
 
 def _missing(facts: Facts) -> Iterator[Problem]:
@@ -63,7 +70,8 @@ def _url_fault(url: str) -> str:
 def _revision(facts: Facts) -> Iterator[Problem]:
     for key, provider in _of_kind(facts, "http"):
         if not provider.revision.strip():
-            message = f'{key}.revision is required for provider "{provider.name}": it is part of the run\'s identity'
+            why = "it is part of the run's identity" if key.startswith("reward") else "other scores would pass for it"
+            message = f'{key}.revision is required for provider "{provider.name}": {why}'
             yield Problem(f"{key}.revision", message, "`nftctl reward-ping` shows what the service declares")
 
 
@@ -80,39 +88,47 @@ def _weights(facts: Facts) -> Iterator[Problem]:
     providers = facts.profile.reward.providers
     if providers and all(provider.weight == 0 for provider in providers):
         yield Problem("reward.providers.0.weight", "every provider has weight 0, so there is no reward to learn from")
+    judges = facts.profile.eval.providers
+    if judges and all(provider.weight == 0 for provider in judges):
+        yield Problem("eval.providers.0.weight", "every provider has weight 0, so eval/reward would always be 0")
 
 
 def _names(facts: Facts) -> Iterator[Problem]:
-    names = [provider.name for provider in facts.profile.reward.providers]
+    profile = facts.profile
+    yield from _names_of("reward", profile.reward.providers, TAKEN)
+    yield from _names_of("eval", profile.eval.providers, TAKEN_IN_EVALUATIONS)
+
+
+def _names_of(table: str, providers: Sequence[Provider], taken: Sequence[str]) -> Iterator[Problem]:
+    names = [provider.name for provider in providers]
     for index, name in enumerate(names):
-        key = f"reward.providers.{index}.name"
+        key = f"{table}.providers.{index}.name"
         if not name.strip():
             yield Problem(key, f"{key} must not be empty")
         elif "/" in name:
-            yield Problem(key, f'{key} = "{name}" must hold no /: it names metrics, reward/<name>/<component>')
-        elif name in names[:index] or name in TAKEN:
+            yield Problem(key, f'{key} = "{name}" must hold no /: it names metrics, {table}/<name>/<component>')
+        elif name in names[:index] or name in taken:
             yield Problem(key, f'{key} = "{name}" is taken: names label metrics and identity')
 
 
 def _clip(facts: Facts) -> Iterator[Problem]:
-    for index, provider in enumerate(facts.profile.reward.providers):
+    for key, provider in _all(facts):
         if provider.clip is not None and not provider.clip[0] < provider.clip[1]:
-            key = f"reward.providers.{index}.clip"
-            yield Problem(key, f"{key} must be [low, high] with low < high")
+            yield Problem(f"{key}.clip", f"{key}.clip must be [low, high] with low < high")
 
 
 def _token(facts: Facts) -> Iterator[Problem]:
-    for index, provider in enumerate(facts.profile.reward.providers):
+    for key, provider in _all(facts):
         name = provider.token_env
         if name.startswith(PREFIX) and name not in SPECIAL:
-            key = f"reward.providers.{index}.token_env"
-            message = f"{key} names {name}, which is refused in the environment as an unknown variable"
-            yield Problem(key, message, "NFTCTL_REWARD_TOKEN, or a name that does not begin with NFTCTL_")
+            message = f"{key}.token_env names {name}, which is refused in the environment as an unknown variable"
+            yield Problem(
+                f"{key}.token_env", message, "NFTCTL_REWARD_TOKEN, or a name that does not begin with NFTCTL_"
+            )
 
 
 def _cosmos(facts: Facts) -> Iterator[Problem]:
-    for index, provider in enumerate(facts.profile.reward.providers):
-        key = f"reward.providers.{index}"
+    for key, provider in _all(facts):
         cosmos = provider.protocol == "cosmos-rl"
         if cosmos and provider.kind != "http":
             yield Problem(f"{key}.protocol", f'{key}.protocol = "cosmos-rl" is for a running service: kind = "http"')
@@ -126,8 +142,7 @@ def _cosmos(facts: Facts) -> Iterator[Problem]:
 
 
 def _kind(facts: Facts) -> Iterator[Problem]:
-    for index, provider in enumerate(facts.profile.reward.providers):
-        key = f"reward.providers.{index}"
+    for key, provider in _all(facts):
         if provider.kind == "embedded" and provider.url:
             message = f'{key}.url means something to kind = "http" only: the packaged scorer would be used instead'
             yield Problem(f"{key}.url", message, f'set {key}.kind = "http", or remove the url')
@@ -149,9 +164,16 @@ def _encoding(facts: Facts) -> Iterator[Problem]:
     # By value, not by origin: in the profile that a run wrote down nothing is left to a default.
     if reward.encoding != "jpeg" and reward.jpeg_quality != Reward().jpeg_quality:
         yield Problem("reward.jpeg_quality", 'reward.jpeg_quality has no effect without reward.encoding = "jpeg"')
-    if reward.encoding != "png" and reward.providers and all(p.protocol == "cosmos-rl" for p in reward.providers):
+    protocols = {provider.protocol for _, provider in _all(facts)}
+    if reward.encoding != "png" and protocols == {"cosmos-rl"}:
         message = "reward.encoding has no effect: cosmos-rl sends pixels as they are"
         yield Problem("reward.encoding", message)
+
+
+def _unused(facts: Facts) -> Iterator[Problem]:
+    if facts.profile.eval.providers and not facts.profile.eval.prompt_file:
+        message = "there are no held-out prompts, so eval.providers are never asked"
+        yield Problem("eval.providers", message, "set eval.prompt_file, or remove eval.providers")
 
 
 def _deadline(facts: Facts) -> Iterator[Problem]:
@@ -176,5 +198,6 @@ RULES = (
     Rule("reward-kind", "A provider is a service or a packaged scorer, never half of each.", _kind),
     Rule("reward-aggregation", "A normalisation that is asked for is applied.", _aggregation),
     Rule("reward-encoding", "An encoding that is asked for is used.", _encoding, "warning"),
+    Rule("eval-providers-unused", "Who is named to score evaluations has something to score.", _unused, "warning"),
     Rule("grid-timeout", "A late reward is reported as such, not as a lost rank.", _deadline),
 )
