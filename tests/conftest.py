@@ -17,11 +17,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep everything that starts Ray on one test process, so that one world serves it all."""
-    # Not when all are collected: xdist has read the groups by then.
-    if item.get_closest_marker("ray"):
-        item.add_marker(pytest.mark.xdist_group("ray"))
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a pytest under which xdist's groups fall apart in silence: every process would start its own Ray."""
+    grouped = session.config.getvalue("loadgroup") if hasattr(session.config.option, "loadgroup") else False
+    astray = [
+        item.nodeid for item in session.items if grouped and "@" not in item.nodeid and item.get_closest_marker("ray")
+    ]
+    if astray:
+        raise pytest.UsageError(f"{astray[0]} was not kept in its group: this pytest is not one that xdist knows")
 
 
 class Quiet:
@@ -40,6 +51,9 @@ class Quiet:
 
     def step(self, row: Any, total: int) -> None:
         self.rows.append(dict(row))
+
+    def evaluated(self, row: Any) -> None:
+        pass
 
     def done(self) -> None:
         pass
