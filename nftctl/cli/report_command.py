@@ -1,0 +1,69 @@
+"""The options of `nftctl report`, as `app` has those of the other commands. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nftctl.cli import completion
+from nftctl.cli.options import JsonOption
+from nftctl.errors import UsageRefused
+
+commands = typer.Typer(rich_markup_mode=None)
+
+
+def _refuse_empty(values: str | list[str] | None) -> str | list[str] | None:
+    """An unset variable of a script must not name the working folder."""
+    given = [values] if isinstance(values, str) else values or []
+    if any(not value.strip() for value in given):
+        raise UsageRefused(
+            "the name of the run is empty", hint="give a run's name or a folder; the one you are in is `.`"
+        )
+    return values
+
+
+@commands.command(
+    epilog="""\b
+Examples:
+  nftctl report first
+  nftctl report runs/first --compare second --compare third --output three.html
+  nftctl report first --json | jq -r .run.verdict.headline"""
+)
+def report(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            callback=_refuse_empty,
+            autocompletion=completion.checkpoint_names,
+            help="A run folder, or the name of a run.",
+        ),
+    ],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compare",
+            metavar="RUN",
+            callback=_refuse_empty,
+            autocompletion=completion.checkpoint_names,
+            help="Draw this run in the same frames; repeatable.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            show_default=False,
+            help="The file to write; an older report is replaced, nothing else is. Default: RUN/report.html.",
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a run as one page: verdict, curves, samples."""
+    from nftctl.cli.console import Console
+    from nftctl.cli.report import report as command
+
+    command(Console(json=json), run, compare or [], output)
