@@ -5,6 +5,7 @@ Owns what is sampled, by which weights, and what a row of evaluations.jsonl says
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,12 @@ class Evaluation:
         row: dict[str, float] = {"step": step}
         for name in sorted(found[0][0][1]):
             row[f"eval/{name}"] = _mean([parts[name] for (_, parts), _ in found])
-        row |= {"eval/reward": _mean([reward for (reward, _), _ in found]), "eval/samples": len(found)}
+        rewards = [reward for (reward, _), _ in found]
+        row |= {
+            "eval/reward": _mean(rewards),
+            "eval/std": statistics.pstdev(rewards),
+            "eval/samples": len(found),
+        }
         if distances := [distance for _, distance in found if distance is not None]:
             row["eval/kl_distance"] = _mean(distances)
         return row

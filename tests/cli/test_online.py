@@ -62,6 +62,20 @@ def test_everything_is_there(tmp_path: Path, url: str) -> None:
     assert f"up at {url}, revision r1 as pinned" in shown[0]
 
 
+def test_services_of_evaluations_are_asked_as_well(tmp_path: Path, url: str, closed: str) -> None:
+    judges = [{"name": "judge", "url": f"http://{closed}", "revision": "r1"}]
+    changes: dict[str, object] = {"eval.prompt_file": "prompts.txt", "eval.providers": judges}
+    write(tmp_path, [{"name": "judge", "url": url, "revision": "r1"}], **changes)
+    document = online(tmp_path, NFTCTL_REWARD_TOKEN=TOKEN)
+    assert document["exit_code"] == 4
+    assert [(f["code"], f["key"]) for f in document["diagnostics"]] == [
+        ("reward-unreachable", "eval.providers.0.url"),
+    ]
+    assert [(e["section"], e["name"], e["up"]) for e in document["online"]["rewards"]] == [
+        ("reward", "judge", True), ("eval", "judge", False),
+    ]  # fmt: skip
+
+
 def test_all_reward_faults_are_told_at_once_and_end_with_4(tmp_path: Path, url: str, closed: str) -> None:
     scorer = {"name": "digits", "kind": "embedded", "scorer": "tiny_digits"}
     write(

@@ -126,6 +126,19 @@ def test_a_pin_on_another_packaged_scorer_is_refused_with_both_hashes(plan: Any,
         plan("reward.providers=" + entry % "abc")
     assert list(tmp_path.iterdir()) == []
     assert plan("reward.providers=" + entry % served).identity_hash == plan().identity_hash
+    with pytest.raises(RewardFailed, match=rf"pins revision abc.*tiny_digits is {served}"):
+        plan("eval.providers=" + entry % "abc")
+
+
+def test_who_scores_evaluations_is_on_record_and_no_part_of_the_run(plan: Any) -> None:
+    judged = plan('eval.providers=[{name = "digits", url = "http://127.0.0.1:1", revision = "v7"}]')
+    assert judged.judges == {"digits": "v7"}
+    # Of the same name as the reward, and told apart from it.
+    assert judged.revisions == {"digits": scorer_revision("tiny_digits")}
+    assert judged.record()["eval_revisions"] == {"digits": "v7"}
+    assert [(entry["name"], entry["revision"]) for entry in judged.describe()["eval"]] == [("digits", "v7")]
+    assert judged.identity_hash == plan().identity_hash
+    assert not {"eval", "eval_revisions"} & (set(plan().describe()) | set(plan().record()))
 
 
 def test_a_plan_needs_neither_torch_nor_ray(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nftctl.engine import services
-from nftctl.engine.services import ask, ask_http, component_names, embedded
+from nftctl.engine.services import ask, ask_http, component_names, embedded, for_evaluation
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Profile, Provider, Reward
 from nftctl.reward.scorers import scorer_revision
@@ -78,6 +78,23 @@ def test_an_embedded_service_answers_and_ends_with_the_block(tmp_path: Path) -> 
     assert component_names([service]) == ["bright", "bright/red", "bright/green", "bright/blue"]
     assert not services_of(os.getpid())
     assert (tmp_path / "reward_bright.log").exists()
+
+
+def test_services_of_evaluations_are_those_of_its_own_providers(tmp_path: Path) -> None:
+    profile = bright()
+    judge = Provider(name="bright", kind="embedded", scorer="tiny_digits")
+    looks = profile.eval.model_copy(update={"providers": [judge], "prompt_file": "embedded"})
+    judged = profile.model_copy(update={"eval": looks})
+    judging = for_evaluation(judged)
+    assert judging.reward.providers == [judge]
+    assert judging.reward.read_timeout_s == profile.reward.read_timeout_s
+    with embedded(judging, {"bright": scorer_revision("tiny_digits")}, tmp_path, "eval") as started:
+        assert "judge" in started["bright"].components
+    assert [path.name for path in tmp_path.iterdir()] == ["eval_bright.log"]
+    # Where nothing is evaluated nobody is asked; nor where no others are named.
+    nothing = looks.model_copy(update={"prompt_file": ""})
+    assert for_evaluation(profile.model_copy(update={"eval": nothing})).reward.providers == []
+    assert for_evaluation(profile).reward.providers == []
 
 
 def test_it_ends_when_the_run_is_killed(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def toml_of(values: Mapping[str, object], providers: list[dict[str, object]]) ->
 def _value(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(value)
 
 

@@ -154,6 +154,7 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("grid-timeout", "reward.deadline_s", {"reward.deadline_s": 120}),
     ("reward-aggregation", "rl.advantage_std", {"reward.aggregation": "gdpo", "rl.advantage_std": "global"}),
     ("reward-encoding", "reward.jpeg_quality", {"reward.jpeg_quality": 90}),
+    ("eval-providers-unused", "eval.providers", {"eval.providers": [PROVIDER]}),
     ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": REMOVED}),
     ("prompt-file-missing", "data.prompt_file", {"data.prompt_file": "nope.txt"}),
     ("prompt-file-missing", "eval.prompt_file", {"eval.prompt_file": "nope.jsonl"}),
@@ -213,6 +214,22 @@ ALONE_IN_PROVIDER: list[tuple[str, str, list[dict[str, object]]]] = [
         [{"name": "a", "kind": "embedded", "scorer": "tiny_digits", "protocol": "cosmos-rl"}],
     ),
 ]
+EMBEDDED: dict[str, object] = {"name": "a", "kind": "embedded", "scorer": "brightness"}
+JUDGES: list[tuple[str, str, list[dict[str, object]]]] = [
+    ("reward-url-missing", "eval.providers.0.url", [{"name": "a", "revision": "r1"}]),
+    ("reward-url-invalid", "eval.providers.1.url", [EMBEDDED, {**PROVIDER, "url": "http://user:SENTINEL@host"}]),
+    ("reward-revision-missing", "eval.providers.0.revision", [{**PROVIDER, "revision": ""}]),
+    ("reward-scorer-unknown", "eval.providers.0.scorer", [{**EMBEDDED, "scorer": "bright"}]),
+    ("reward-weights", "eval.providers.0.weight", [{**PROVIDER, "weight": 0}]),
+    ("reward-names", "eval.providers.1.name", [PROVIDER, PROVIDER]),
+    ("reward-names", "eval.providers.0.name", [{**PROVIDER, "name": "kl_distance"}]),
+    ("reward-names", "eval.providers.0.name", [{**PROVIDER, "name": "reward"}]),
+    ("reward-clip", "eval.providers.0.clip", [{**PROVIDER, "clip": [1, 1]}]),
+    ("reward-token", "eval.providers.0.token_env", [{**PROVIDER, "token_env": "NFTCTL_OTHER_TOKEN"}]),
+    ("reward-cosmos", "eval.providers.0.score_key", [{**PROVIDER, "score_key": "ocr_reward"}]),
+    ("reward-kind", "eval.providers.0.scorer", [{**PROVIDER, "scorer": "brightness"}]),
+]
+"""What providers of evaluations are held to as well."""
 TOGETHER = {"video-profile", "skip-keys-video"}  # never without video-not-in-release: tested below
 
 
@@ -238,6 +255,21 @@ def test_rule_alone_in_providers(load: Callable, code: str, key: str, providers:
     (finding,) = check(load({}, providers))
     assert (finding.code, finding.key) == (code, key)
     assert "SENTINEL" not in finding.message + finding.help
+
+
+@pytest.mark.parametrize(("code", "key", "providers"), JUDGES)
+def test_who_scores_evaluations_is_held_to_the_same_rules(
+    load: Callable, code: str, key: str, providers: list[dict[str, object]]
+) -> None:
+    (finding,) = check(load({"eval.prompt_file": "prompts.txt", "eval.providers": providers}))
+    assert (finding.code, finding.key) == (code, key)
+    assert "SENTINEL" not in finding.message + finding.help
+
+
+def test_evaluations_may_be_scored_by_whom_training_is_too(load: Callable) -> None:
+    """Names are told apart within a list; those of a step's metrics are free in the other."""
+    judges = [PROVIDER, {**PROVIDER, "name": "group_std", "weight": 0}, EMBEDDED]
+    assert check(load({"eval.prompt_file": "prompts.txt", "eval.providers": judges})) == []
 
 
 def test_every_rule_is_tried() -> None:
@@ -362,6 +394,7 @@ INSTEAD: dict[str, dict[str, object]] = {
     "max-steps-missing": {"rl.max_steps": 0},
     "old-decay-flat": {"rl.max_steps": 1, "rl.old.decay": "delayed"},
     "prompt-file-missing": {"eval.prompt_file": "nope.txt"},
+    "eval-providers-unused": {"eval.prompt_file": "", "eval.providers": [PROVIDER]},
 }
 """Rules whose fault takes the place of another rule's: two answers to one question cannot both be given."""
 

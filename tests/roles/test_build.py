@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,6 +80,26 @@ def test_facts_count_the_base_and_the_adapter_apart(profile: Any, control: dist.
     names = [n for n, _ in roles.family.denoiser.named_parameters() if "lora_" not in n]
     assert facts["base_parameters"] == sum(roles.family.denoiser.get_parameter(n).numel() for n in names)
     assert {id(p) for p in roles.policy.parameters.values()} == {id(p) for p in policy.values()}
+
+
+def test_whoever_scores_evaluations_is_the_reward_unless_others_are_named(
+    profile: Callable[..., Profile], control: dist.ProcessGroup
+) -> None:
+    from nftctl.reward.protocol import Item
+
+    image = Item("e/0", "a red one", {}, np.full((8, 8, 3), 51, np.uint8))
+    with running(FaultServer()) as server, running(FaultServer()) as judge:
+        alone = spec(profile(), server.url)
+        roles = build_roles(alone, rank=0, device=CPU, control=control)
+        assert roles.judge is roles.reward
+        roles.close()
+        named = replace(alone, judges=(Endpoint(Provider(name="far", weight=2.0), judge.url, "fault/1"),))
+        roles = build_roles(named, rank=0, device=CPU, control=control)
+        ((reward, parts),) = roles.judge.score_images([image], "eval")
+        roles.close()
+    assert (reward, parts["far"]) == (pytest.approx(0.4), pytest.approx(0.2))
+    assert (server.requests, judge.requests) == (0, 1)
+    assert not any(role._thread.is_alive() for role in (roles.reward, roles.judge))
 
 
 def test_prompts_that_the_base_cannot_read_are_refused_by_their_lines(

@@ -109,24 +109,36 @@ def test_gradient_checkpointing_makes_the_same_step_to_the_bit(profile: Make, ro
 
 
 @pytest.mark.parametrize(
-    ("sets", "used", "executed"),
+    ("sets", "used", "executed", "skipped"),
     [
         # Rows of 2 samples x 2 times on top of a rollout of 2 x 4; old is a copy, so only the second update needs it.
-        ((), {"old", "policy"}, 8 + 4),
-        (("rl.kl_beta=0.5",), {"old", "policy", "reference"}, 8 + 8),
-        (("rl.updates_per_rollout=2", "rl.old.update_every=2"), {"old", "policy"}, 8 + 8 + 4),
-        (("rl.old.build_old=false",), {"policy"}, 8 + 4),
-        (("rl.old.build_old=false", "rl.updates_per_rollout=2", "rl.kl_beta=0.5"), {"policy", "reference"}, 8 + 8 + 8),
-        (("rl.guidance=3.0",), {"old", "policy"}, 16 + 4),
+        ((), {"old", "policy"}, 8 + 4, 8),
+        (("rl.kl_beta=0.5",), {"old", "policy", "reference"}, 8 + 8, 4),
+        (("rl.updates_per_rollout=2", "rl.old.update_every=2"), {"old", "policy"}, 8 + 8 + 4, 8 + 4),
+        (("rl.old.build_old=false",), {"policy"}, 8 + 4, 8),
+        (
+            ("rl.old.build_old=false", "rl.updates_per_rollout=2", "rl.kl_beta=0.5"),
+            {"policy", "reference"},
+            8 + 8 + 8,
+            4 + 4,
+        ),
+        (("rl.guidance=3.0",), {"old", "policy"}, 16 + 4, 8),
     ],
 )
 def test_only_the_planned_forwards_run(
-    profile: Make, roles: Any, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], used: set[str], executed: int
+    profile: Make,
+    roles: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    sets: tuple[str, ...],
+    used: set[str],
+    executed: int,
+    skipped: int,
 ) -> None:
     with watched(monkeypatch) as names:
         row, _ = step(roles(profile('rl.old.decay="copy"', *sets)))
     assert set(names) == used
     assert row["forwards/executed"] == row["forwards/planned"] == executed
+    assert row["forwards/skipped"] == skipped
 
 
 def test_a_blended_old_needs_its_forward_from_the_second_step_on(profile: Make, roles: Any) -> None:
@@ -366,6 +378,30 @@ def test_the_reported_norm_is_the_one_before_the_clip(profile: Make, roles: Any)
     assert held["train/grad_norm"] == free["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, value in whole.items():
         torch.testing.assert_close(small[name], value * 0.001 / norm, rtol=1e-3, atol=1e-10)
+
+
+def test_the_distance_is_that_of_whole_matrices_to_the_adapted_weights(profile: Make, roles: Any) -> None:
+    parts = family, *_ = roles(profile())
+    state = RunState()
+    for n in range(2):
+        row, state = step(parts, state, first=2 * n)
+        moved, base = 0.0, 0.0
+        for layer in adapters.lora_layers(family.denoiser).values():
+            a, b = (side["policy"].weight.detach().double() for side in (layer.lora_A, layer.lora_B))
+            moved += float((2.0 * b @ a).square().sum())  # alpha 32 over rank 16
+            base += float(layer.base_layer.weight.double().square().sum())
+        assert row["policy/distance"] == pytest.approx(math.sqrt(moved / base), rel=1e-5)
+        assert row["policy/distance"] > 0
+
+
+def test_the_age_of_old_counts_optimizer_steps_since_its_refresh(profile: Make, roles: Any) -> None:
+    parts, state, seen = roles(profile("rl.old.update_every=2")), RunState(), []
+    for n in range(4):
+        row, state = step(parts, state, first=2 * n)
+        seen.append((row["old/version"], row["old/age"]))
+    assert seen == [(0, 1), (2, 0), (2, 1), (4, 0)]
+    row, _ = step(roles(profile("rl.old.build_old=false")))
+    assert not {"old/version", "old/age"} & set(row)
 
 
 # ---- dropped groups

@@ -100,6 +100,16 @@ def test_a_provider_of_weight_zero_is_logged_only(build: Build) -> None:
     assert sample.components["b"] == 51.0
 
 
+def test_images_that_are_to_be_shown_stay_where_they_are(build: Build) -> None:
+    role = build((serving(MeanPixel()), {}))
+    sample = picture(51)
+    before = sample.image
+    role.submit(0, [sample], keep=True)
+    role.collect()
+    assert sample.image is before
+    assert sample.reward == 51.0
+
+
 def test_scorers_read_the_plain_prompt_and_the_metadata(build: Build) -> None:
     scorer = MeanPixel()
     role = build((serving(scorer), {}))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nftctl.algorithm import draws
+from nftctl.algorithm.image_statistics import look_at
 from nftctl.errors import TrainingFailed
 from nftctl.model import adapters
 from nftctl.profile.batches import rollout_rows
@@ -39,6 +40,27 @@ def test_a_sample_carries_everything_that_later_roles_read(profile: Make, roles:
         assert torch.equal(sample.image, family.decoder.decode(sample.x0[None])[0])
         assert sample.conditioning is family.encoder.encode([sample.row.prompt.text])[0]
         assert (sample.reward, sample.failures, sample.optimality) == (None, {}, 0.5)
+
+
+def test_an_image_has_been_looked_at_before_it_is_handed_on(profile: Make, roles: Any) -> None:
+    """What is handed on is let go of there; what was seen stays."""
+    _, role, _ = roles(profile())
+    seen = []
+
+    def decoded(part: list[Trajectory]) -> None:
+        for t in part:
+            assert t.image is not None
+            seen.append((t.look, look_at(t.image[0].numpy())))
+            t.image = None
+
+    done = role.sample(source_rows(2), 0, decoded)
+    assert len(seen) == 2
+    for trajectory, (look, wanted) in zip(done, seen, strict=True):
+        assert trajectory.look is look
+        assert look is not None
+        assert (look.saturation, look.high_frequency) == (wanted.saturation, wanted.high_frequency)
+        assert (look.thumbnail == wanted.thumbnail).all()
+        assert look.high_frequency > 0
 
 
 def test_micro_batches_give_the_same_samples(profile: Make, roles: Any) -> None:

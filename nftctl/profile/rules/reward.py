@@ -15,7 +15,7 @@ PATHS = ("/v1/score", "/v1/info", "/api/reward/enqueue", "/api/reward/pull", "/a
 """What clients append themselves, and what people paste."""
 TAKEN = ("std", "group_std", "zero_spread_groups", "dropped_groups")
 """Metrics `reward/<name>` of the whole step."""
-TAKEN_IN_EVALUATIONS = ("reward", "samples", "kl_distance")
+TAKEN_IN_EVALUATIONS = ("reward", "std", "samples", "kl_distance")
 """Metrics `eval/<name>` of the whole evaluation."""
 
 
