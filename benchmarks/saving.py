@@ -48,6 +48,9 @@ class Clock:
     def step(self, row: Mapping[str, Any], total: int) -> None:
         self.moments.append(time.perf_counter())
 
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        pass
+
     def done(self) -> None:
         pass
 

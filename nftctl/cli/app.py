@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from nftctl.cli import bench_command, completion, model_commands
+from nftctl.cli import bench_command, completion, model_commands, report_command, watch_command
 from nftctl.cli.options import (
     CheckpointArgument,
     DryRunOption,
@@ -37,6 +37,8 @@ COMMANDS = (
     "sample",
     "convert",
     "bench",
+    "report",
+    "watch",
 )
 
 EXIT_CODES = """\b
@@ -358,3 +360,5 @@ def init(
 
 app.add_typer(model_commands.commands)
 app.add_typer(bench_command.commands)
+app.add_typer(report_command.commands)
+app.add_typer(watch_command.commands)

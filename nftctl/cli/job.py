@@ -16,8 +16,10 @@ import typer
 from nftctl.cli.completion import runs_folder
 from nftctl.cli.console import Console, table
 from nftctl.cli.progress import reporter_for
+from nftctl.cli.report import left_behind
 from nftctl.cli.signals import StopSignals
 from nftctl.cli.validate import load_checked
+from nftctl.cli.view import View
 from nftctl.errors import ExitCode, Finding, UsageRefused
 
 if TYPE_CHECKING:
@@ -134,8 +136,8 @@ def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Fin
 
 
 def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding]) -> None:
-    reporter = reporter_for(console)
-    reporter.last_step = plan.state.step
+    samples = plan.profile.data.rows_per_step * plan.profile.rl.group_size
+    reporter = reporter_for(console, View(plan.run_path.name, samples, step=plan.state.step))
     with StopSignals() as signals:
         console.say(f"run folder {plan.run_path}")
         from nftctl.engine.loop import request_stop, run_job
@@ -146,6 +148,7 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
             summary = run_job(plan, reporter)
         finally:
             reporter.done()
+    summary["report"] = left_behind(console, plan.run_path)
     code = STOP_CODES.get(str(summary.get("stopped")), ExitCode.OK)
     for line in closing_words(summary, "" if summary.get("checkpoint") else begin_again(RunDirectory(plan.run_path))):
         console.say(line)
@@ -162,7 +165,7 @@ def closing_words(summary: Mapping[str, Any], again: str = "") -> list[str]:
     if summary.get("stopped"):
         rows.append(("stopped", f"by {summary['stopped']} after step {steps['to']} of {steps['total']}"))
     rows += _rewards(summary)
-    rows += [(name, str(summary[name])) for name in ("samples", "checkpoint") if summary.get(name)]
+    rows += [(name, str(summary[name])) for name in ("samples", "checkpoint", "report") if summary.get(name)]
     rows.append(("run folder", run))
     if again:
         return table([*rows, ("next", f"nothing was saved; {again}")])

@@ -14,9 +14,10 @@ from pathlib import Path
 from nftctl.engine.alarms import Alarm, Watch
 from nftctl.engine.plan import JobPlan
 from nftctl.engine.reporter import Reporter
-from nftctl.engine.trackers import TensorBoard
+from nftctl.engine.trackers import Trackers
 from nftctl.engine.worker import Rewards
 from nftctl.profile.schema import Profile
+from nftctl.run import words
 from nftctl.run.directory import RunDirectory
 from nftctl.run.rows import JsonLines, Row
 
@@ -35,7 +36,7 @@ class Observation:
     evaluations: JsonLines
     scores: JsonLines
     alarms: JsonLines
-    board: TensorBoard
+    board: Trackers
     watch: Watch | None
     fatal: Alarm | None = None
 
@@ -45,9 +46,8 @@ class Observation:
         self.metrics.append(row)
         self.board.scalars(row)
         self.reporter.step(row, total)
-        if row["reward/dropped_groups"]:
-            dropped = f"{row['reward/dropped_groups']:.0f} groups dropped, their scores failed"
-            self.reporter.warn(f"step {row['step']}: {dropped}")
+        if text := words.dropped(row):
+            self.reporter.warn(text)
         if self.watch is not None:
             self._alarm(row["step"], self.watch.stepped(self.metrics.rows))
 
@@ -55,7 +55,7 @@ class Observation:
         """A finished evaluation."""
         self.evaluations.append(row)
         self.board.scalars(row)
-        self.reporter.note(f"held-out reward {row['eval/reward']:.3f} at step {row['step']}")
+        self.reporter.evaluated(row)
         if self.watch is not None:
             self._alarm(row["step"], self.watch.evaluated(self.metrics.rows, self.evaluations.rows))
 
@@ -65,9 +65,9 @@ class Observation:
 
     def _alarm(self, step: int, raised: Sequence[Alarm]) -> None:
         for alarm in raised:
-            said = {"alarm": alarm.code, "message": alarm.message, "advice": alarm.advice}
-            self.alarms.append({"step": step, **said, "value": alarm.value, "limit": alarm.limit})
-            self.reporter.warn(f"step {step}: {alarm.code}: {alarm.message}; {alarm.advice}")
+            said = {"step": step, "alarm": alarm.code, "message": alarm.message, "advice": alarm.advice}
+            self.alarms.append({**said, "value": alarm.value, "limit": alarm.limit})
+            self.reporter.warn(words.alarm(said))
             if self.fatal is None and alarm.code in self.profile.alarms.stop:
                 self.fatal = alarm
 
@@ -81,9 +81,7 @@ def observe(run: RunDirectory, plan: JobPlan, reporter: Reporter) -> Iterator[Ob
     scores = JsonLines(run.path / "scores.jsonl", keep_through=step)
     alarms = JsonLines(run.path / "alarms.jsonl", keep_through=step)
     watch = Watch.of(plan.profile, metrics.rows, evaluations.rows) if plan.profile.alarms.enabled else None
-    board = TensorBoard(
-        run.path / "tensorboard", enabled=plan.profile.logging.tensorboard, warn=reporter.warn, keep_through=step
-    )
+    board = Trackers.of(plan, run, reporter.warn)
     try:
         yield Observation(plan.profile, reporter, metrics, evaluations, scores, alarms, board, watch)
     finally:

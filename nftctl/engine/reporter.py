@@ -18,5 +18,8 @@ class Reporter(Protocol):
     def step(self, row: Mapping[str, float], total: int) -> None:
         """A finished step: its metrics row, and the number of steps of the whole run."""
 
+    def evaluated(self, row: Mapping[str, float]) -> None:
+        """A finished evaluation: its row."""
+
     def done(self) -> None:
         """No more steps will follow."""

@@ -113,9 +113,7 @@ class TensorBoard:
     They repeat what metrics.jsonl holds, so a disk that takes no more ends them, with one warning, and not the run.
     """
 
-    def __init__(
-        self, folder: Path, *, enabled: bool, warn: Warn = lambda text: None, keep_through: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, warn: Warn = lambda text: None, keep_through: int = 0) -> None:
         """A run that goes on from step `keep_through` takes back the events of later steps."""
         self._warn = warn
         self._writer: Any = None
@@ -234,7 +232,7 @@ class Remote:
         """Wait for the rest to be taken, `CLOSE_S` seconds at the most."""
         if self._process is None:
             return
-        end = time.monotonic() + CLOSE_S
+        end, code = time.monotonic() + CLOSE_S, None
         try:
             self._waiting.put(None, timeout=CLOSE_S)
             code = self._process.wait(max(0.0, end - time.monotonic()))

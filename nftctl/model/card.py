@@ -172,7 +172,8 @@ def _rewards(trained: Trained, weights: str, pictures: Iterable[tuple[str, str]]
     evaluated = _evaluations(trained, through=trained.manifest.step)
     if len(evaluated) > 1:
         before, after = evaluated[0], evaluated[-1]
-        names = [name for name in after if name.startswith("eval/") and name != "eval/samples" and name in before]
+        counts = ("eval/samples", "eval/std")
+        names = [name for name in after if name.startswith("eval/") and name not in counts and name in before]
         held_out = [(f"`{name}`", f"{before[name]:.4f}", f"{after[name]:.4f}") for name in names]
         head = ("held-out, fixed noise", f"step {before['step']}", f"step {after['step']}")
         text += f"\n{_rows(head, held_out)}\n{after.get('eval/samples')} images of held-out prompts.\n"

@@ -15,12 +15,14 @@ from jsonschema import Draft202012Validator
 from nftctl.cli import reference
 from nftctl.cli.app import COMMANDS
 from nftctl.cli.online import RULES as ONLINE
+from nftctl.engine.alarms import ADVICE
 from nftctl.profile.keys import dotted, leaves
 from nftctl.profile.load import bundled_profiles, load_profile
 from nftctl.profile.preflight import RULES, check
 from nftctl.profile.reference import JUDGED, json_schema, keys, type_text
 from nftctl.profile.schema import Profile
 from nftctl.run.identity import identity_document, seed_contract
+from nftctl.run.metrics import METRICS
 
 from .program import ROOT, nftctl
 
@@ -30,7 +32,7 @@ def outputs() -> dict[Path, str]:
     return reference.outputs(ROOT)
 
 
-@pytest.mark.parametrize("name", ["docs/configuration.md", "docs/profile.schema.json", "README.md"])
+@pytest.mark.parametrize("name", ["docs/configuration.md", "docs/metrics.md", "docs/profile.schema.json", "README.md"])
 def test_a_generated_file_is_fresh(outputs: dict[Path, str], name: str) -> None:
     assert (ROOT / name).read_text() == outputs[ROOT / name], "run `make docs`"
 
@@ -52,7 +54,7 @@ def test_stale_files_are_named_and_written(tmp_path: Path, capsys: pytest.Captur
     marks = "".join(f"<!-- {edge} {mark} -->\n" for mark in ("help", "ci") for edge in ("begin", "end"))
     readme.write_text(f"before\n{marks}after\n")
     assert reference.main(["--check", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("is stale: run make docs") == 3
+    assert capsys.readouterr().err.count("is stale: run make docs") == 4
     assert readme.read_text() == f"before\n{marks}after\n"
     assert reference.main([str(tmp_path)]) == 0
     assert reference.main(["--check", str(tmp_path)]) == 0
@@ -87,6 +89,8 @@ def test_the_variables_on_the_page_work(outputs: dict[Path, str]) -> None:
     tiny = load_profile(bundled_profiles()["tiny_t2i_cpu"], env={}).profile
     env = {}
     for key in keys():
+        if key.path[:2] == ("eval", "providers"):  # it names none, so there is no first entry to set again
+            continue
         value: Any = tiny.model_dump()
         for step in key.path:
             value = value[step]
@@ -128,7 +132,7 @@ def test_a_rule_judges_the_keys_that_the_page_says(fault: str, codes: set[str]) 
 
 def test_every_rule_is_on_the_page_with_keys_that_exist() -> None:
     assert set(JUDGED) == {rule.code for rule in RULES}
-    known = {dotted(path) for path in leaves()} | {"reward.providers"}
+    known = {dotted(path) for path in leaves()} | {"reward.providers", "eval.providers"}
     assert {key for judged in JUDGED.values() for key in judged} <= known
 
 
@@ -138,7 +142,8 @@ def test_the_identity_column_is_what_the_identity_does() -> None:
     assert {standings[key] for key in ("rl.beta", "reward.providers.0.weight", "job.deterministic")} == {"yes"}
     assert {standings[key] for key in ("rl.init_from", "data.prompt_file")} == {"content"}
     assert {standings[key] for key in ("checkpoint.every", "reward.providers.0.url", "rl.max_steps")} == {"no"}
-    dump = Profile.model_validate({"reward": {"providers": [{"name": "judge"}]}}).model_dump()
+    judge = {"providers": [{"name": "judge"}]}
+    dump = Profile.model_validate({"reward": judge, "eval": judge}).model_dump()
 
     def documents(profile: dict[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
         contract = seed_contract(profile, prompt_hash="p")
@@ -217,3 +222,13 @@ def test_the_schema_is_closed_described_and_without_null() -> None:
 )
 def test_types_in_words(node: dict[str, Any], words: str) -> None:
     assert type_text(node) == words
+
+
+def test_the_page_of_metrics_has_every_metric_and_every_alarm(outputs: dict[Path, str]) -> None:
+    page = outputs[ROOT / "docs" / "metrics.md"]
+    rows = re.findall(r"^\| `([^`]+)`(?:<br>in (\S+))? \|", page, re.MULTILINE)
+    names = [name for name, _ in rows]
+    assert sorted(names) == sorted([*(metric.name for metric in METRICS), *ADVICE])
+    assert [file for _, file in rows if file] == ["metrics.jsonl", "evaluations.jsonl"]
+    # Every row of a table of metrics has as many cells as its head.
+    assert {line.count(" | ") for line in page.splitlines() if re.match(r"\| `\w+/", line)} == {4}

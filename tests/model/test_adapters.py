@@ -266,3 +266,18 @@ def test_adapters_are_added_once() -> None:
     denoiser, _ = adapted()
     with pytest.raises(ValueError, match="already"):
         adapters.add_adapters(denoiser, LORA, seed=1)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.1])
+def test_the_norm_of_an_update_is_that_of_the_product_which_is_never_formed(moved: float) -> None:
+    """Modules of several shapes: the small base's keys and values are narrower than its queries."""
+    denoiser, _ = adapted()
+    if moved:
+        move_policy(denoiser, moved)
+    layers = adapters.lora_layers(denoiser).values()
+    assert len({layer.base_layer.weight.shape for layer in layers}) > 1
+    pairs = [(layer.lora_B["policy"].weight.detach(), layer.lora_A["policy"].weight.detach()) for layer in layers]
+    wanted = sum(float((2.0 * b.double() @ a.double()).square().sum()) for b, a in pairs)
+    assert adapters.squared_update(denoiser, "policy") == pytest.approx(wanted, rel=1e-6)
+    assert (wanted > 0) is bool(moved)
+    assert adapters.squared_update(denoiser, "old") == 0.0

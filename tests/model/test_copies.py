@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from nftctl.model import shard
+from nftctl.model import adapters, shard
 from nftctl.model.copies import FullCopies, copies_of
 from nftctl.model.cosmos3 import split
+from nftctl.profile.schema import Lora
 
 from .bases import build_transformer
 from .world import read_result, run_world, write_result
 
+LORA = Lora(rank=2, alpha=4.0)
 WORLD = 3  # no width of the small base is a multiple of it: shards are uneven
 RATE = 0.05
 PROMPTS = [[5, 9, 250, 3], [4], [299, 0, 13]]
@@ -44,6 +46,20 @@ def look(denoiser: Any, cache: Any) -> Tensor:
 def member(rank: int, folder: str) -> None:
     for policy in POLICIES:
         write_result(Path(folder), f"{policy} {rank}", train(rank, policy))
+    drifts = {policy: adapted_drift(policy) for policy in ("gather-once", "reshard", "replicate-base")}
+    write_result(Path(folder), f"adapters {rank}", drifts)
+
+
+def adapted_drift(policy: str) -> tuple[float, float]:
+    """This rank's part of an adapter's distance to its base, which is whole for now, in shards, or never cut."""
+    _, denoiser = split(build_transformer())
+    adapters.add_adapters(denoiser, LORA, seed=1)
+    shard.shard_denoiser(denoiser, init_device_mesh("cpu", (WORLD,)), policy)
+    shard.gather(denoiser)
+    with torch.no_grad():
+        for parameter in adapters.policy_parameters(denoiser).values():
+            parameter += 0.1
+    return copies_of(denoiser).drift() or (0.0, 0.0)
 
 
 def train(rank: int, policy: str) -> dict[str, Any]:
@@ -77,6 +93,7 @@ def train(rank: int, policy: str) -> dict[str, Any]:
         with copies.use(which):  # type: ignore[arg-type]
             result[which] = look(denoiser, cache)
     result["policy again"] = look(denoiser, cache)
+    result["drift"] = copies.drift()
     copies.refresh_old(0.5)
     with copies.use("old"):
         result["blend"] = look(denoiser, cache)
@@ -90,7 +107,8 @@ def train(rank: int, policy: str) -> dict[str, Any]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("copies")
     run_world(member, WORLD, folder)
-    return {policy: [read_result(folder, f"{policy} {rank}") for rank in range(WORLD)] for policy in POLICIES}
+    kinds = (*POLICIES, "adapters")
+    return {kind: [read_result(folder, f"{kind} {rank}") for rank in range(WORLD)] for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +183,34 @@ def test_the_saved_state_is_the_copies_and_each_rank_holds_its_share(
     held = [result["held"] for result in ranks[policy]]
     assert sum(held) == total
     assert max(held) < 0.4 * total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_drift_of_all_weights_adds_up_over_the_shards(
+    ranks: dict[str, list[dict[str, Any]]], alone: dict[str, Any], policy: str
+) -> None:
+    moved, base = (sum(result["drift"][part] for result in ranks[policy]) for part in (0, 1))
+    reference, trained = (alone["copies"][which] for which in ("reference", "policy"))
+    gaps = [float((trained[name] - weight).double().square().sum()) for name, weight in reference.items()]
+    assert moved == pytest.approx(sum(gaps), rel=1e-4)
+    assert moved > 0
+    assert base == pytest.approx(sum(float(w.double().square().sum()) for w in reference.values()), rel=1e-9)
+
+
+def test_without_a_reference_there_is_no_drift() -> None:
+    _, denoiser = split(build_transformer())
+    assert FullCopies(denoiser, old=True, reference=False, ema=False).drift() is None
+
+
+def test_the_drift_of_an_adapter_is_the_same_however_the_base_is_cut(ranks: dict[str, list[dict[str, Any]]]) -> None:
+    _, denoiser = split(build_transformer())
+    adapters.add_adapters(denoiser, LORA, seed=1)
+    moved = base = 0.0
+    for layer in adapters.lora_layers(denoiser).values():
+        a, b = (side["policy"].weight.detach().double() + 0.1 for side in (layer.lora_A, layer.lora_B))
+        moved += float((2.0 * b @ a).square().sum())
+        base += float(layer.base_layer.weight.double().square().sum())
+    for policy in ("gather-once", "reshard", "replicate-base"):
+        parts = [rank[policy] for rank in ranks["adapters"]]
+        assert sum(part[0] for part in parts) == pytest.approx(moved, rel=1e-5)
+        assert sum(part[1] for part in parts) == pytest.approx(base, rel=1e-12)
