@@ -61,6 +61,7 @@ class Display:
         )
 
     def _picture(self) -> RenderableType:
+        # Also from the thread that draws once a second, while the view may be changing: each part is read once.
         return picture(self._view, width=self._terminal.width, utf=self._utf)
 
     def refresh(self) -> None:
@@ -162,19 +163,20 @@ def _progress(view: View, room: int, utf: bool) -> Text:
 def _reward(view: View, room: int, utf: bool) -> Text:
     from rich.text import Text
 
-    if not view.rewards:
+    rewards = list(view.rewards)
+    if not rewards:
         return Text("")
-    now = f"{view.rewards[-1]:.4f}"
-    shown = list(view.rewards)[-max(room - len(now) - 2, 0) :] if room > len(now) + 2 else []
+    now = f"{rewards[-1]:.4f}"
+    shown = rewards[-max(room - len(now) - 2, 0) :] if room > len(now) + 2 else []
     line = spark(shown, "utf-8" if utf else "")
-    span = "" if line else f"  between {min(view.rewards):.4f} and {max(view.rewards):.4f}"
+    span = "" if line else f"  between {min(rewards):.4f} and {max(rewards):.4f}"
     return Text.assemble((now, "bold"), (f"  {line}" if line else "", "magenta"), span)
 
 
 def _held_out(view: View) -> str:
-    if not view.last:
-        return ""
     before, last = view.before, view.last
+    if not (before and last):
+        return ""
     if before["step"] == last["step"]:
         return f"{last['eval/reward']:.4f}  at step {last['step']}"
     change = last["eval/reward"] - before["eval/reward"]
@@ -216,12 +218,13 @@ def _legend(view: View, utf: bool) -> Text:
 
 
 def _pace(view: View) -> str:
-    parts = []
-    if view.pace is not None:
-        parts.append(f"{view.pace:.2f} s/step")
-        if view.samples_per_step and view.pace > 0:
-            parts.append(f"{view.samples_per_step / view.pace:.3g} samples/s")
-    if view.seen and view.pace is not None and (waited := time.monotonic() - view.seen) >= max(2.0, view.pace):
+    pace, seen = view.pace, view.seen
+    if pace is None:
+        return ""
+    parts = [f"{pace:.2f} s/step"]
+    if view.samples_per_step and pace > 0:
+        parts.append(f"{view.samples_per_step / pace:.3g} samples/s")
+    if seen and (waited := time.monotonic() - seen) >= max(2.0, pace):
         parts.append(f"this step for {clock(waited)}")
     return "  ".join(parts)
 

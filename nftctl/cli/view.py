@@ -65,18 +65,20 @@ class View:
     @property
     def pace(self) -> float | None:
         """Seconds per step, over the newest ones."""
-        return sum(self.seconds) / len(self.seconds) if self.seconds else None
+        seconds = tuple(self.seconds)  # it may be asked for from the thread that draws
+        return sum(seconds) / len(seconds) if seconds else None
 
     @property
     def eta(self) -> str:
         """Remaining time by the pace; empty where there is none."""
-        return "" if self.pace is None else clock(self.pace * max(self.total - self.step, 0))
+        pace = self.pace
+        return "" if pace is None else clock(pace * max(self.total - self.step, 0))
 
     def figures(self) -> str:
         """Reward, loss, pace and remaining time. Example: `reward 0.553  loss 4.998  0.61 s/step  eta 1:24`."""
         parts = [f"{label} {self.row[key]:.4g}" for label, key in SHOWN if key in self.row]
-        if self.pace is not None:
-            parts += [f"{self.pace:.2f} s/step", f"eta {self.eta}"]
+        if (pace := self.pace) is not None:
+            parts += [f"{pace:.2f} s/step", f"eta {self.eta}"]
         return "  ".join(parts)
 
 

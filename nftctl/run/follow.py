@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
+from nftctl.errors import CheckpointUnusable
 from nftctl.run.directory import RunDirectory
 from nftctl.run.ending import Ending, attempt_of, ending_of
 
@@ -117,7 +118,13 @@ class Follower:
         }
 
     def look(self) -> Look:
-        """What is new since the last look."""
+        """What is new since the last look. Raises CheckpointUnusable when the folder has gone or cannot be read."""
+        try:
+            return self._look()
+        except OSError as error:
+            raise CheckpointUnusable(f"cannot read {self._run.path}: {error.strerror or error}") from error
+
+    def _look(self) -> Look:
         # Asked before the files are read: what a run says before it lets go is then read by the look that sees it gone.
         look = Look(attempt_of(self._run), self._total(), self._ending())
         for kind, file in self._files.items():

@@ -276,6 +276,17 @@ def test_a_resume_takes_steps_back_and_tells_them_again(growing: Growing, reques
     assert (process.returncode, out) == (0, "finished after step 4 of 4\n")
 
 
+def test_a_run_that_is_removed_is_no_run_any_more(growing: Growing, request: pytest.FixtureRequest) -> None:
+    with growing.run.lock():
+        growing.steps(1)
+        process = request.getfixturevalue("watching")
+        assert len(lines(process, 1)) == 1
+        growing.run.path.rename(growing.run.path.with_name("elsewhere"))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (5, "")
+    assert err == "error: cannot read runs/first: No such file or directory\n"
+
+
 def test_an_attempt_that_takes_nothing_back(growing: Growing, request: pytest.FixtureRequest) -> None:
     with growing.run.lock():
         growing.steps(1, 2)
