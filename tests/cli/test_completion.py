@@ -34,7 +34,7 @@ def offers(folder: Path, line: str) -> list[str]:
 
 
 def test_commands_and_options(tmp_path: Path) -> None:
-    assert offers(tmp_path, "nftctl re") == ["resume", "reward-ping", "reward-serve"]
+    assert offers(tmp_path, "nftctl re") == ["resume", "reward-ping", "reward-serve", "report"]
     assert offers(tmp_path, "nftctl launch --d") == ["--dry-run"]
     assert offers(tmp_path, "nftctl reward-serve --par") == []
 

@@ -199,7 +199,7 @@ def nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 def test_the_schema_is_closed_described_and_without_null() -> None:
     tables = [node for node in nodes(json_schema()) if isinstance(node.get("properties"), dict)]
-    assert len(tables) == 16
+    assert len(tables) == 17
     for table in tables:
         assert table["additionalProperties"] is False
         assert table["description"]

@@ -76,6 +76,7 @@ SURFACE = {
         ],
         ["PROFILE"],
     ),
+    "report": (["--compare", "--json", "--output"], ["RUN"]),
     "watch": (["--json", "--once"], ["RUN"]),
 }
 """Command -> options and arguments; every command has -h and --help besides."""
@@ -224,6 +225,7 @@ KEYS = {
     ("sample", "nowhere"): ["error"],
     ("convert", "nowhere", "out"): ["error"],
     ("bench", "--set", "nonsense"): ["error"],
+    ("report", "nowhere"): ["error"],
     ("watch", "nowhere", "--once"): ["error"],
 }
 """Command line -> keys of its JSON object besides those of every object; none of these writes anything."""
