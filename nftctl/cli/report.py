@@ -14,8 +14,8 @@ from nftctl.cli.console import Console
 
 def report(console: Console, target: str, others: Sequence[str], output: Path | None) -> None:
     """Write the report of `target`, with the runs `others` drawn beside it."""
-    from nftctl.report.facts import find_run
     from nftctl.report.write import write_report
+    from nftctl.run.find import find_run
 
     run, *compared = (find_run(name, runs_folder()) for name in (target, *others))
     written = write_report(run, compared, output)

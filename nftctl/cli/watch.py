@@ -29,7 +29,7 @@ INTERVAL_S = 0.5
 
 def watch(target: str, *, once: bool, json: bool) -> None:
     """Follow the run that `target` names until it ends; with `once`, show how it stands."""
-    from nftctl.report.facts import find_run
+    from nftctl.run.find import find_run
 
     if json and not once:
         raise UsageRefused("--json needs --once: a run that is followed has no one object", hint="add --once")

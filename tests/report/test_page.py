@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nftctl.errors import CheckpointUnusable, UsageRefused
-from nftctl.report.facts import find_run, read_run
+from nftctl.errors import UsageRefused
+from nftctl.report.facts import read_run
 from nftctl.report.write import write_report
 from nftctl.run.directory import RunDirectory
 from tests.run.make import write_checkpoint
@@ -196,18 +196,6 @@ def test_the_file_is_replaced_in_one_step_and_only_where_it_is_a_report(tmp_path
 def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=5000)
     assert write_report(run).bytes < 1_500_000
-
-
-def test_a_run_is_found_by_folder_by_name_and_by_its_checkpoints(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", "first")
-    step = write_checkpoint(run.checkpoints, 10)
-    for target in ("first", str(run.path), str(run.checkpoints), str(step), str(run.checkpoints / "latest")):
-        assert find_run(target, tmp_path / "runs").path.resolve() == run.path.resolve()
-    for target, said in (("fist", "no run folder and no run named fist"), (str(run.run_json), "is a file")):
-        with pytest.raises(CheckpointUnusable, match=said):
-            find_run(target, tmp_path / "runs")
-    with pytest.raises(CheckpointUnusable, match=r"is not a run folder: no run\.json"):
-        find_run(str(tmp_path), tmp_path / "runs")
 
 
 # -- colours --------------------------------------------------------------------------------------------------------
