@@ -129,8 +129,7 @@ def arithmetic(worker: Worker, cursors: Sequence[int]) -> list[dict[str, Any]]:
 def _tokens(family: Family, text: str, negative: bool) -> int:
     """Prompt tokens that the denoiser's attention reads."""
     (encoded,) = family.encoder.encode([text], negative=negative)
-    known: Any = encoded
-    return int(known.lengths[0]) if hasattr(known, "lengths") else int(known.embeds.shape[1])
+    return encoded.tokens[0]
 
 
 def probe(worker: Worker, cursor: int) -> StepTimes:

@@ -265,6 +265,8 @@ def take_step(
     row = {"step": after.step, **metrics, **timer.row()}
     # Every rank makes one sample of each source row.
     row["timer/samples_per_second_per_rank"] = round((after.cursor - state.cursor) / row["timer/step"], 4)
+    if "system/least_seconds" in row:
+        row["system/mfu"] = round(row["system/least_seconds"] / len(answers) / row["timer/step"], 4)
     return row, after, answers[0][2]
 
 

@@ -22,6 +22,7 @@ from nftctl.roles import stage
 from nftctl.run.state import RunState
 
 if TYPE_CHECKING:
+    from nftctl.engine.least import LeastTime
     from nftctl.engine.pictures import Layout
     from nftctl.roles.reward import Endpoint
     from nftctl.roles.trajectory import Sampling, Trajectory, Weights
@@ -180,7 +181,20 @@ class Worker:
         self._peak("build")
         if "build" in self._peaks:
             log.info("built with %.3f GB of GPU memory at the most", self._peaks["build"])
+        self._least = self._measured() if self.device.type == "cuda" else None
         return facts
+
+    def _measured(self) -> LeastTime:
+        import torch
+
+        from nftctl.engine.least import LeastTime
+        from nftctl.model.arithmetic import count_forward, matmul_rate
+
+        spec = self.spec
+        forward = count_forward(spec.family, spec.base, self.roles.family.latent_shape)
+        rate = matmul_rate(self.device, getattr(torch, spec.profile.model.dtype))
+        log.info("matrix products in %s reach %.4g TFLOP/s", spec.profile.model.dtype, rate / 1e12)
+        return LeastTime(forward, spec.profile, rate)
 
     # -- the stages of a step -----------------------------------------------------------------------------------
 
@@ -222,6 +236,7 @@ class Worker:
         roles.replay.held = len(self._trajectories)
         commit = roles.replay.commit(self._trajectories)
         metrics, state = roles.policy.train(commit.trajectories, state)
+        least = self._least_seconds()
         roles.release()
         if self._keep:
             self._onlooker.keep(self._trajectories)
@@ -230,7 +245,20 @@ class Worker:
         state.step += 1
         state.cursor += self.spec.profile.data.rows_per_step
         rewards = commit.rewards if self.rank == 0 else None
-        return {**commit.metrics, **metrics, **self._system()}, state, rewards
+        return {**commit.metrics, **metrics, **self._system(), **least}, state, rewards
+
+    def _least_seconds(self) -> dict[str, float]:
+        """What the step's arithmetic takes at the least; GPUs alone, whose time is worth the measurement of their rate.
+
+        The negative prompt has just been read, so it is remembered.
+        """
+        if self._least is None:
+            return {}
+        rl, encoder, against = self.spec.profile.rl, self.roles.family.encoder, 0
+        if rl.guidance != 1:
+            against = encoder.encode([rl.negative_prompt], negative=True)[0].tokens[0]
+        prompts = [t.conditioning.tokens[0] for t in self._trajectories]
+        return {"system/least_seconds": self._least.seconds(prompts, against)}
 
     def _system(self) -> dict[str, float]:
         row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}

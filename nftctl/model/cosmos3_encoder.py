@@ -53,6 +53,10 @@ class PromptCache(Conditioning):
         return len(self.lengths)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.lengths
+
+    @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 

@@ -32,6 +32,11 @@ class Conditioning(ABC):
     def rows(self) -> int:
         """Prompts held."""
 
+    @property
+    @abstractmethod
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt tokens that the denoiser reads of each row."""
+
     @classmethod
     @abstractmethod
     def batch(cls, parts: Sequence[Self]) -> Self:

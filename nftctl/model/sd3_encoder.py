@@ -43,6 +43,10 @@ class PromptEmbeds(Conditioning):
         return self.embeds.shape[0]
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        return (self.embeds.shape[1],) * self.rows
+
+    @property
     def nbytes(self) -> int:
         return self.embeds.nbytes + self.pooled.nbytes
 

@@ -323,6 +323,21 @@ METRICS: tuple[Metric, ...] = (
         "nearly `forwards/executed` times ranks, from the third step on",
         "shapes of batches change from step to step",
     ),
+    Metric(
+        "system/least_seconds",
+        "Time that the matrix products and attention of the step take at the rate of products that the device reached "
+        "when the run began, all ranks together. Only on GPUs.",
+        "s",
+        "level",
+    ),
+    Metric(
+        "system/mfu",
+        "Share of the step's time that the arithmetic needs at the least: `system/least_seconds` per rank over "
+        "`timer/step`. Only on GPUs.",
+        "",
+        "0.5 and more for large images and large models",
+        "`nftctl bench` says where the rest goes",
+    ),
     # -- evaluations
     Metric("step", "Rollouts done when the model was looked at; 0 is the base.", "rollouts", file=EVALUATIONS),
     Metric(
