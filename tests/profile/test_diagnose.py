@@ -94,9 +94,9 @@ def test_near_misses_look_at_siblings_first(place: Path) -> None:
     found = findings_of("[eval]\nstep = 1\nlora = 1\nzzz = 1\n[reward]\nweight = 1\n[checkpoint]\nzzz = 1\n")
     assert [f.help for f in found] == [
         "did you mean eval.steps?",
-        "known of eval: prompt_file, every, samples_per_prompt, seed, steps, guidance, weights",
-        "known of eval: prompt_file, every, samples_per_prompt, seed, steps, guidance, weights",
-        "did you mean reward.providers.0.weight?",
+        "known of eval: prompt_file, every, samples_per_prompt, seed, steps, guidance, weights, providers",
+        "known of eval: prompt_file, every, samples_per_prompt, seed, steps, guidance, weights, providers",
+        "did you mean reward.providers.0.weight or eval.providers.0.weight?",
         "known of checkpoint: every, keep_last, keep_every",
     ]
 
