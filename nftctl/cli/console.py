@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 import typer
@@ -65,7 +65,7 @@ class Console:
         for finding in findings:
             from nftctl.profile.diagnose import format_finding  # only when there is something to say
 
-            text = format_finding(finding)
+            text = format_finding(replace(finding, message=_visible(finding.message), help=_visible(finding.help)))
             mark = f"{finding.severity}[{finding.code}]"
             print(text.replace(mark, self._paint(mark, finding.severity), 1), file=sys.stderr, flush=True)
 
@@ -98,6 +98,11 @@ class Console:
 
     def _paint(self, text: str, kind: str) -> str:
         return typer.style(text, fg=COLOURS[kind], bold=kind != "help") if self._colour else text
+
+
+def _visible(text: str) -> str:
+    """Control characters spelt out: what a prompt holds must neither drive a terminal nor break a line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

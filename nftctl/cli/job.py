@@ -20,7 +20,7 @@ from nftctl.cli.report import left_behind
 from nftctl.cli.signals import StopSignals
 from nftctl.cli.validate import load_checked
 from nftctl.cli.view import View
-from nftctl.errors import ExitCode, Finding, UsageRefused
+from nftctl.errors import ExitCode, Finding, NftctlError, UsageRefused
 
 if TYPE_CHECKING:
     from nftctl.engine.plan import JobPlan
@@ -146,6 +146,11 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
         signals.arm(request_stop, lambda: reporter.last_step)
         try:
             summary = run_job(plan, reporter)
+        except NftctlError:
+            # What went wrong is best seen on the page, too; a run that never came to be has none.
+            if (plan.run_path / "metrics.jsonl").exists():
+                left_behind(console, plan.run_path)
+            raise
         finally:
             reporter.done()
     summary["report"] = left_behind(console, plan.run_path)

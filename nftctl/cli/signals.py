@@ -79,7 +79,9 @@ class StopSignals:
             self._seen.append(heard[0])
             if self._request is not None and len(self._seen) == 1:
                 self._request(heard[0])
-                write_now(f"\nfinishing step {self._step() + 1}, then saving; press again to stop now\n")
+                step = self._step()
+                what = f"finishing step {step + 1}, then saving" if step else "ending before or after the first step"
+                write_now(f"\n{what}; press again to stop now\n")
             else:
                 self._end_now = True
                 # The main thread may have looked before this was known. This makes it look again, and writes into

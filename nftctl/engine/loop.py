@@ -83,6 +83,7 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         observation = stack.enter_context(observe(run, plan, reporter))
         if again := done_again(observation.metrics, plan.state.step):
             reporter.note(again)
+        observation.refuse_standing(f"nftctl resume {run.path}")
         if group is None:
             reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
             group = stack.enter_context(ranks_of(plan, logs, cluster, reporter))
@@ -147,6 +148,10 @@ def ranks_of(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Repor
                 group.shutdown()
 
 
+class _EndedByAlarm(TrainingFailed):
+    """Nothing broke, and all is saved."""
+
+
 @dataclass(slots=True)
 class _Run:
     plan: JobPlan
@@ -171,6 +176,8 @@ class _Run:
             # All ranks are alive and no weight has moved since the last whole step, so nothing of it need be lost.
             self._save_last(saves)
             error.hint = "; ".join(filter(None, (error.hint, self._way_back(saves))))
+            raise
+        except _EndedByAlarm:
             raise
         except TrainingFailed as error:
             # The step is lost, but not the checkpoint that was being written meanwhile.
@@ -220,7 +227,12 @@ class _Run:
     def _end_at_alarm(self, saves: Checkpoints, alarm: Alarm) -> None:
         """Save the step that is done, which an evaluation may have judged after it was passed over, and raise."""
         self._save_last(saves)
-        raise TrainingFailed(f"step {self.last.step}: {alarm.code}: {alarm.message}", hint=alarm.advice)
+        fork = f"nftctl resume {self.run.checkpoints}/STEP --fork NAME --set ..."
+        raise _EndedByAlarm(
+            f"ended by alarms.stop at step {self.last.step}: {alarm.code}: {alarm.message}",
+            hint=f"{alarm.advice}; a changed run from any of its checkpoints: {fork}; this one all the same: "
+            f"nftctl resume {self.run.path} --set 'alarms.stop=[]'",
+        )
 
     def _step(self, state: RunState, saves: Checkpoints, keep: bool) -> RunState:
         row, state, rewards = take_step(self.group, state, saves.advance_if_written, keep=keep)

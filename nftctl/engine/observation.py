@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nftctl.engine.alarms import Alarm, Watch
+from nftctl.engine.alarms import ADVICE, Alarm, Watch
 from nftctl.engine.plan import JobPlan
 from nftctl.engine.reporter import Reporter
 from nftctl.engine.trackers import Trackers
 from nftctl.engine.worker import Rewards
+from nftctl.errors import TrainingFailed
 from nftctl.profile.schema import Profile
 from nftctl.run import words
 from nftctl.run.directory import RunDirectory
@@ -58,6 +59,18 @@ class Observation:
         self.reporter.evaluated(row)
         if self.watch is not None:
             self._alarm(row["step"], self.watch.evaluated(self.metrics.rows, self.evaluations.rows))
+
+    def refuse_standing(self, again: str) -> None:
+        """Raise TrainingFailed where the run goes on under an alarm that ends it: whoever restarts it changed nothing.
+
+        `again` is the command that goes on.
+        """
+        standing = [] if self.watch is None else [c for c in self.profile.alarms.stop if c in self.watch.standing]
+        if standing:
+            raise TrainingFailed(
+                f"alarms.stop names {standing[0]}, which still stands since this run was last ended",
+                hint=f"{ADVICE[standing[0]]}; to go on all the same: {again} --set 'alarms.stop=[]'",
+            )
 
     def drawn(self, step: int, path: Path, tag: str = "samples") -> None:
         """A picture has been written: a grid of samples, or a step's extremes."""

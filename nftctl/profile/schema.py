@@ -384,8 +384,8 @@ class Eval(Section):
     weights: Literal["policy", "ema"] = "policy"
     """Which weights are evaluated; `ema` is then a column of the grids too, and needs `rl.ema_decay`."""
     providers: list[Provider] = []
-    """Who scores evaluations, with the keys of `reward.providers`; may well be somebody who is never trained on. Empty:
-    the run's own reward."""
+    """Who scores evaluations in the reward's place, with the keys of `reward.providers`; may well be somebody who is
+    never trained on. `eval/reward` is then their weighted sum. Empty: the run's own reward."""
 
 
 AlarmCode = Literal[

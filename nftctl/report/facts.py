@@ -119,12 +119,11 @@ def numbers(rows: Iterable[Row], key: str) -> list[float]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Rows that can be placed: objects with a step."""
     try:
         found = read_rows(path)
     except OSError as error:
         raise CheckpointUnusable(f"cannot read {path}: {error.strerror}") from error
-    return [row for row in found if isinstance(row, dict) and type(row.get("step")) is int]
+    return found
 
 
 def _by_step(path: Path) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ def _judges(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[str]:
         if len(looks) > 1 and looks[-1] < looks[0] - LEANING * own:
             found.append(
                 f"{key}, which is never rewarded, fell from {looks[0]:.3f} to {looks[-1]:.3f}: "
-                "the reward may be rising for the wrong reason."
+                "what is rewarded may not be what is wanted."
             )
     return found
 

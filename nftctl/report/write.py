@@ -76,6 +76,8 @@ def _names(facts: Sequence[RunFacts]) -> list[str]:
 
 
 def _refuse_foreign(target: Path) -> None:
+    if str(target) == "-" or (target.exists() and not target.is_file() and not target.is_dir()):
+        raise UsageRefused(f"{target} is no file that could be replaced", hint="name a file, such as report.html")
     if target.is_dir():
         raise UsageRefused(f"{target} is a folder", hint=f"name a file, such as {target / NAME}")
     if not target.parent.is_dir():

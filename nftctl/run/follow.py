@@ -82,7 +82,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    figures = [value for key, value in row.items() if "/" in key]
+    words = [row.get(key, "") for key in ("alarm", "message", "advice")]
+    sound = all(isinstance(v, int | float) and not isinstance(v, bool) for v in figures)
+    return row if sound and all(isinstance(w, str) for w in words) and ("alarm" not in row or all(words)) else None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from nftctl.errors import TrainingFailed
+from nftctl.errors import CheckpointUnusable, TrainingFailed
 from nftctl.run.directory import atomic_write
 
 Row = Mapping[str, Any]
@@ -26,16 +26,31 @@ def require_finite(row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file; a last line cut off by a crash is left out."""
+    """Rows of a JSON-lines file; a last line cut off by a crash is left out.
+
+    Raises CheckpointUnusable for any other line that is no row: what lies behind it would be lost in silence.
+    """
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            break
-    return rows
+    lines = path.read_bytes().split(b"\n")
+    whole = [_row(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+    try:
+        return [*whole, _row(path, len(lines), lines[-1])] if lines[-1] else whole
+    except CheckpointUnusable:
+        return whole
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise CheckpointUnusable(
+            f"{path}:{number}: this line is no row of a step",
+            hint="put the file back as it was; without that line, or without the file, that record is lost for good",
+        )
+    return row
 
 
 class JsonLines:

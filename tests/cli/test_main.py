@@ -126,6 +126,13 @@ def test_findings_are_never_wrapped_or_boxed(tmp_path: Path, capsys: pytest.Capt
     assert rest == ""
 
 
+def test_control_characters_reach_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().findings(
+        [Finding("rule", "k", "\x1b[31mred\x07 \u2028\n\u00e9", help="a\tb", origin="p", line=1, column=1)]
+    )
+    assert capsys.readouterr().err == "p:1:1: error[rule]: \\x1b[31mred\\x07 \\u2028\\n\u00e9\n  help: a\\tb\n"
+
+
 def test_differences_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     hashes = ("ab" * 32, "cd" * 32)
     Console().differences(

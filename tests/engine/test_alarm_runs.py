@@ -53,15 +53,19 @@ def test_a_constant_reward_may_end_the_run_which_then_goes_on(
 ) -> None:
     made = tiny(4, ('job.name="flat"', CONSTANT, 'alarms.stop=["zero-spread"]'))
     run = tmp_path / "flat"
-    with pytest.raises(TrainingFailed, match="step 1: zero-spread: every group has one reward") as caught:
+    with pytest.raises(TrainingFailed, match=r"ended by alarms\.stop at step 1: zero-spread: every") as caught:
         run_job(plan_launch(made, run_dir=tmp_path), reporter, world4)
     assert caught.value.exit_code == ExitCode.TRAINING
-    assert caught.value.hint.endswith(f"go on with: nftctl resume {run / 'checkpoints' / 'step_000001'}")
+    assert caught.value.hint.endswith(f"this one all the same: nftctl resume {run} --set 'alarms.stop=[]'")
     assert [step for step, _ in list_steps(run / "checkpoints")] == [1]
     assert noted(run) == [(1, "zero-spread")]
     assert len(reporter.warnings) == 1
-    # What was said is not said again, and does not end the run again.
-    summary = run_job(plan_resume(*find_checkpoint(str(run), tmp_path), made), reporter, world4)
+    # Whoever only starts it again is told again; whoever takes the stop back goes on, and is told nothing twice.
+    with pytest.raises(TrainingFailed, match=r"alarms\.stop names zero-spread, which still stands"):
+        run_job(plan_resume(*find_checkpoint(str(run), tmp_path), made), reporter, world4)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1]
+    freed = tiny(4, ('job.name="flat"', CONSTANT, "alarms.stop=[]"))
+    summary = run_job(plan_resume(*find_checkpoint(str(run), tmp_path), freed), reporter, world4)
     assert summary["steps"] == {"from": 1, "to": 4, "total": 4}
     assert noted(run) == [(1, "zero-spread")]
     assert len(reporter.warnings) == 1

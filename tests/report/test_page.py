@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.resources import files
 from itertools import pairwise
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nftctl.errors import UsageRefused
+from nftctl.errors import CheckpointUnusable, UsageRefused
 from nftctl.report.facts import read_run
 from nftctl.report.write import write_report
 from nftctl.run.directory import RunDirectory
@@ -128,17 +129,21 @@ def test_one_step_is_enough_for_a_page(tmp_path: Path) -> None:
     assert "1 of 20" in page.visible
 
 
-def test_a_last_line_cut_off_and_odd_rows_are_passed_over(tmp_path: Path) -> None:
+def test_a_last_line_cut_off_is_passed_over_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=20)
     with run.metrics.open("ab") as stream:
         stream.write(b'{"step": 21, "train/reward_mean": 0.')
     with (run.path / "evaluations.jsonl").open("ab") as stream:
-        stream.write(b'[1]\n{"no": "step"}\n{"step": 20, "eval/reward": 0.8, "eval/samples": 144}\n')
+        stream.write(b'{"step": 20, "eval/reward": 0.8, "eval/samples": 144}\n')
     facts = read_run(run)
     assert facts.step == 20
     assert [row["step"] for row in facts.evaluations] == [0, 20]
     assert facts.evaluations[-1]["eval/reward"] == 0.8  # a step's later row is the one that counts
     assert "It learned" in page_of(run).visible
+    with (run.path / "evaluations.jsonl").open("ab") as stream:
+        stream.write(b'{"no": "step"}\n')
+    with pytest.raises(CheckpointUnusable, match=r"evaluations\.jsonl:4: this line is no row"):
+        write_report(run)
 
 
 def test_a_running_run_is_said_to_be_running(tmp_path: Path) -> None:
@@ -187,6 +192,10 @@ def test_the_file_is_replaced_in_one_step_and_only_where_it_is_a_report(tmp_path
     assert other.read_text() == "<p>mine</p>"
     with pytest.raises(UsageRefused, match="is a folder"):
         write_report(run, output=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for odd in (tmp_path / "pipe", Path("/dev/null"), Path("-")):
+        with pytest.raises(UsageRefused, match="is no file that could be replaced"):
+            write_report(run, output=odd)
     with pytest.raises(UsageRefused, match="there is no folder"):
         write_report(run, output=tmp_path / "missing" / "r.html")
     with pytest.raises(UsageRefused, match="cannot be told apart"):

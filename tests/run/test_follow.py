@@ -44,6 +44,23 @@ def test_what_is_no_row_is_passed_over(tmp_path: Path) -> None:
     assert steps(Tail(path).read()[1]) == [4]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"step": 2, "train/loss": None},
+        {"step": 2, "eval/reward": "0.5"},
+        {"step": 2, "train/loss": True},
+        {"step": 2, "alarm": "clamp", "advice": "widen"},
+        {"step": 2, "alarm": 3, "message": "m", "advice": "a"},
+        {"step": True},
+    ],
+)
+def test_a_row_without_its_figures_or_words_is_passed_over(tmp_path: Path, row: dict[str, object]) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(line(1) + orjson.dumps(row) + b"\n" + line(3))
+    assert steps(Tail(path).read()[1]) == [1, 3]
+
+
 def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_bytes(line(1) + line(2))
@@ -110,8 +127,8 @@ def test_nothing_of_a_step_is_told_before_the_step(run: RunDirectory) -> None:
     alarms = JsonLines(run.path / "alarms.jsonl", keep_through=0)
     for step in (0, 2):
         evaluations.append({"step": step})
-    alarms.append({"step": 2, "alarm": "clamp"})
-    alarms.append({"step": 2, "alarm": "reward-hacking"})
+    for code in ("clamp", "reward-hacking"):
+        alarms.append({"step": 2, "alarm": code, "message": "m", "advice": "a"})
     metrics = JsonLines(run.metrics, keep_through=0)
     metrics.append({"step": 1})
     follower = Follower(run)

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from nftctl.errors import TrainingFailed
+from nftctl.errors import CheckpointUnusable, TrainingFailed
 from nftctl.run.rows import JsonLines, done_again, read_rows, require_finite
 
 
@@ -79,6 +79,17 @@ def test_what_a_crash_cut_off_is_left_out_and_overwritten(metrics: Path) -> None
     lines.append(row(5, attempt=2))
     lines.close()
     assert [(r["step"], r["attempt"]) for r in written(metrics)] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
+
+
+@pytest.mark.parametrize("bad", [b"garbled \x00", b"", b"[1]", b'{"step": "2"}', b'{"a": 1}', b'{"step": 2'])
+def test_a_damaged_line_is_refused_by_its_number_and_nothing_is_lost(metrics: Path, bad: bytes) -> None:
+    lines = metrics.read_bytes().splitlines()
+    metrics.write_bytes(b"\n".join([lines[0], bad, *lines[2:]]) + b"\n")
+    before = metrics.read_bytes()
+    for read in (lambda: read_rows(metrics), lambda: JsonLines(metrics, keep_through=5)):
+        with pytest.raises(CheckpointUnusable, match=r"metrics\.jsonl:2: this line is no row"):
+            read()
+    assert metrics.read_bytes() == before
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
