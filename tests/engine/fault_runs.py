@@ -126,6 +126,7 @@ def check_failed(outcome: Outcome, fault: str, clean: Outcome) -> None:
     assert "did not finish" not in outcome.err
     assert "Traceback" not in outcome.err
     assert outcome.rows == clean.rows[:1]
+    assert (outcome.run / "report.html").is_file()
     checkpoints = outcome.run / "checkpoints"
     assert [step for step, _ in list_steps(checkpoints)] == [1]
     assert list_partials(checkpoints) == []

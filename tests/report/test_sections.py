@@ -121,7 +121,7 @@ def test_profiles_are_compared_key_by_key(tmp_path: Path) -> None:
         read_run(make_run(tmp_path, name, sets=sets))
         for name, sets in (("one", []), ("two", ["optimizer.lr=0.002"]), ("three", ["eval.every=7"]))
     ]
-    assert dict(settings.compared(runs)) == {"eval.every": [0, 0, 7], "optimizer.lr": [0.001, 0.002, 0.001]}
+    assert dict(settings.compared(runs)) == {"eval.every": [50, 50, 7], "optimizer.lr": [0.001, 0.002, 0.001]}
     page = Page(settings.comparison(runs, ["one", "two", "three"]))
     assert "changes the update" in page.visible
     assert "no result" in page.visible
