@@ -24,7 +24,7 @@ demo: $(VENV)/.run  ## Install, train the embedded model, show the reward rising
 	$(BIN)/nftctl launch tiny_t2i_cpu
 
 test: $(VENV)/.dev  ## Every test that CI runs
-	$(PYTEST) -n 2 --dist loadgroup -m "not soak and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup --durations 15 --durations-min 5 -m "not soak and not gpu"
 
 soak: $(VENV)/.dev  ## Long campaigns: kills, faults, storage, three seeds of learning
 	$(PYTEST) -m soak --timeout 3600
