@@ -63,9 +63,10 @@ class Console:
     def findings(self, findings: Iterable[Finding]) -> None:
         """Findings as `file:line:column: error[code]: sentence`, to stderr."""
         for finding in findings:
-            from nftctl.profile.diagnose import format_finding  # only when there is something to say
+            from nftctl.profile.diagnose import format_finding, printable  # only when there is something to say
 
-            text = format_finding(replace(finding, message=_visible(finding.message), help=_visible(finding.help)))
+            # What a base's tokenizer says of a prompt has not been through `diagnose`, which does this too.
+            text = format_finding(replace(finding, message=printable(finding.message), help=printable(finding.help)))
             mark = f"{finding.severity}[{finding.code}]"
             print(text.replace(mark, self._paint(mark, finding.severity), 1), file=sys.stderr, flush=True)
 
@@ -98,11 +99,6 @@ class Console:
 
     def _paint(self, text: str, kind: str) -> str:
         return typer.style(text, fg=COLOURS[kind], bold=kind != "help") if self._colour else text
-
-
-def _visible(text: str) -> str:
-    """Control characters spelt out: what a prompt holds must neither drive a terminal nor break a line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -39,6 +39,27 @@ CheckpointArgument = Annotated[
         help="A step folder, a checkpoints folder, a run folder, or the name of a run.",
     ),
 ]
+
+
+def refuse_empty_run(values: str | list[str] | None) -> str | list[str] | None:
+    """An unset variable of a script must not name the working folder."""
+    given = [values] if isinstance(values, str) else values or []
+    if any(not value.strip() for value in given):
+        raise UsageRefused(
+            "the name of the run is empty", hint="give a run's name or a folder; the one you are in is `.`"
+        )
+    return values
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        callback=refuse_empty_run,
+        autocompletion=completion.checkpoint_names,
+        help="A run folder, or the name of a run.",
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,20 +8,9 @@ from typing import Annotated
 import typer
 
 from nftctl.cli import completion
-from nftctl.cli.options import JsonOption
-from nftctl.errors import UsageRefused
+from nftctl.cli.options import JsonOption, RunArgument, refuse_empty_run
 
 commands = typer.Typer(rich_markup_mode=None)
-
-
-def _refuse_empty(values: str | list[str] | None) -> str | list[str] | None:
-    """An unset variable of a script must not name the working folder."""
-    given = [values] if isinstance(values, str) else values or []
-    if any(not value.strip() for value in given):
-        raise UsageRefused(
-            "the name of the run is empty", hint="give a run's name or a folder; the one you are in is `.`"
-        )
-    return values
 
 
 @commands.command(
@@ -32,21 +21,13 @@ Examples:
   nftctl report first --json | jq -r .run.verdict.headline"""
 )
 def report(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            callback=_refuse_empty,
-            autocompletion=completion.checkpoint_names,
-            help="A run folder, or the name of a run.",
-        ),
-    ],
+    run: RunArgument,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             "--compare",
             metavar="RUN",
-            callback=_refuse_empty,
+            callback=refuse_empty_run,
             autocompletion=completion.checkpoint_names,
             help="Draw this run in the same frames; repeatable.",
         ),

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nftctl.cli import completion
-from nftctl.cli.options import JsonOption, refuse_empty
+from nftctl.cli.options import JsonOption, RunArgument
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -20,15 +19,7 @@ Examples:
   nftctl watch first --once --json | jq -r .state"""
 )
 def watch(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            callback=refuse_empty,
-            autocompletion=completion.checkpoint_names,
-            help="A run folder, or the name of a run.",
-        ),
-    ],
+    run: RunArgument,
     once: Annotated[bool, typer.Option("--once", help="Show how the run stands, and end.")] = False,
     json: JsonOption = False,
 ) -> None:

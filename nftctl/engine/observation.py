@@ -80,6 +80,8 @@ class Observation:
         for alarm in raised:
             said = {"step": step, "alarm": alarm.code, "message": alarm.message, "advice": alarm.advice}
             self.alarms.append({**said, "value": alarm.value, "limit": alarm.limit})
+            # In trackers alone: metrics rows are promised to the bit, and when an evaluation was made is not.
+            self.board.scalars({"step": step, f"alarms/{alarm.code}": alarm.value})
             self.reporter.warn(words.alarm(said))
             if self.fatal is None and alarm.code in self.profile.alarms.stop:
                 self.fatal = alarm

@@ -7,6 +7,7 @@ that are no longer those that the run began from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ class Residence:
         pass
 
 
-class Visiting(Residence):
+class Visiting(Residence, ABC):
     """Modules that come to the device for a visit, or `one_by_one`, each for its own `unit` alone."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, one_by_one: bool) -> None:
@@ -102,12 +103,13 @@ class Visiting(Residence):
         if self._one_by_one:
             self._leave(module)
 
+    @abstractmethod
     def _bring(self, module: nn.Module) -> None:
-        raise NotImplementedError
+        """Have a module's weights on the device."""
 
+    @abstractmethod
     def _leave(self, module: nn.Module) -> None:
         """Undo `_bring`, also where it failed half way."""
-        raise NotImplementedError
 
 
 class InHostMemory(Visiting):

@@ -247,9 +247,13 @@ def observation(tmp_path: Path) -> Callable[..., Observation]:
 
 
 class Board:
-    """A tracker that is not asked."""
+    """A tracker that remembers."""
 
-    def scalars(self, row: Row) -> None: ...
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def scalars(self, row: Row) -> None:
+        self.rows.append(row)
 
 
 FLAT = after(3, reward__zero_spread_groups=float(ROWS))
@@ -268,6 +272,9 @@ def test_an_alarm_is_written_said_and_fatal_where_the_profile_says_so(
         "step": 3, "alarm": "zero-spread", "message": made.fatal.message, "advice": ADVICE["zero-spread"],
         "value": 4.0, "limit": 4.0,
     }  # fmt: skip
+    board: Any = made.board
+    assert [row for row in board.rows if "alarms/zero-spread" in row] == [{"step": 3, "alarms/zero-spread": 4.0}]
+    assert not any(key.startswith("alarms/") for row in made.metrics.rows for key in row)
     reporter: Any = made.reporter
     (warning,) = reporter.warnings
     assert warning == f"step 3: zero-spread: {made.fatal.message}; {ADVICE['zero-spread']}"
