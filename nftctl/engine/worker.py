@@ -207,7 +207,7 @@ class Worker:
         self._onlooker.keep([])
         stage.begin(self._step, "rollout")
         rows = roles.data.next(state.cursor)
-        log.info("rows %d to %d", rows[0].number, rows[-1].number)
+        log.info("sampling with %s: rows %d to %d", roles.rollout.weights, rows[0].number, rows[-1].number)
         self._peaks = {}
         self._peak("")  # what an evaluation took is not the step's
         self._played_before = self._played()
@@ -248,17 +248,11 @@ class Worker:
         return {**commit.metrics, **metrics, **self._system(), **least}, state, rewards
 
     def _least_seconds(self) -> dict[str, float]:
-        """What the step's arithmetic takes at the least; GPUs alone, whose time is worth the measurement of their rate.
-
-        The negative prompt has just been read, so it is remembered.
-        """
+        """What the step's arithmetic takes at the least; GPUs alone, whose time is worth measuring their rate for."""
         if self._least is None:
             return {}
-        rl, encoder, against = self.spec.profile.rl, self.roles.family.encoder, 0
-        if rl.guidance != 1:
-            against = encoder.encode([rl.negative_prompt], negative=True)[0].tokens[0]
         prompts = [t.conditioning.tokens[0] for t in self._trajectories]
-        return {"system/least_seconds": self._least.seconds(prompts, against)}
+        return {"system/least_seconds": self._least.seconds(prompts, self.roles.rollout.negative_tokens)}
 
     def _system(self) -> dict[str, float]:
         row = {f"system/reward_{k}": float(v) for k, v in self.roles.reward.counters().items()}

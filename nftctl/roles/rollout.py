@@ -46,6 +46,8 @@ class RolloutRole:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images") if device.type == "cuda" else None
         self._handing: list[Future[None]] = []
         self._sampling = Sampling(profile.rl.sample_steps, profile.rl.sampler_shift, profile.rl.guidance)
+        self.negative_tokens = 0
+        """Tokens of the negative prompt, once guidance has read it."""
 
     @property
     def weights(self) -> Weights:
@@ -104,6 +106,7 @@ class RolloutRole:
         with encoder.visit():
             if how.guidance != 1.0:
                 (negative,) = encoder.encode([self._rl.negative_prompt], negative=True)
+                self.negative_tokens = negative.tokens[0]
             return encoder.encode(prompts, ahead=ahead), negative
 
     def _micro(

@@ -107,6 +107,10 @@ def test_a_run_leaves_one_tidy_folder(first: tuple[Path, dict[str, Any]]) -> Non
     files = {f"{name}.{kind}" for name in pictures for kind in ("png", "json")}
     assert {p.name for p in (run / "samples").iterdir()} == files | {"before_after.png"}
     assert {p.name for p in (run / "logs" / "latest").iterdir()} >= {"rank_0.log", "rank_1.log"}
+    for rank in range(2):
+        # Each says on its own, every step, which copy sampled: old and an average are easily mixed up.
+        said = re.findall(r"sampling with (\w+): rows", (run / "logs" / "latest" / f"rank_{rank}.log").read_text())
+        assert said == ["old"] * 3
     assert [p.name for p in (run / "checkpoints").glob("step_*")] == ["step_000003"]
     assert set(summary["eval"]) == {"before", "after"}
     assert summary["eval"]["before"]["eval/samples"] == 144
