@@ -2,8 +2,9 @@
 
 Built from diffusers' own modules under their own names, batched over samples and guidance branches; prompts of other
 lengths in a batch keep their own positions, and their padding is never read: on a GPU in half precision the keys are
-packed end to end, elsewhere they are masked. Latents have one frame or several, all of them noisy. Refuses shapes that
-do not belong together.
+packed end to end, elsewhere they are masked; where samples are made on a Hopper GPU or later, prompts are filled up
+with repeats of their last key, and what those add is taken off again. Latents have one frame or several, all of them
+noisy. Refuses shapes that do not belong together.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class Packing(NamedTuple):
 _PADDED = 128
 """Prompts of recorded batches are padded to whole multiples of this, so that few lengths make a recording."""
 
+_DENSE_SINCE = (9, 0)
+"""Compute capability from which on cuDNN's dense kernel beats packed rows by more than its padding costs."""
+
 
 def pack(lengths: tuple[int, ...], generated: int, device: torch.device, *, padded: int | None = None) -> Packing:
     """The packing of rows with `lengths` prompt tokens, padded to the longest, and `generated` image tokens each.
@@ -118,6 +122,30 @@ def packs(keys: Tensor, head_dim: int) -> bool:
     return keys.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256 and not keys.requires_grad
 
 
+def fills(keys: Tensor) -> bool:
+    """Whether the dense kernel can take prompts' keys [..., kv_heads, L, D] that are filled up with repeats."""
+    if not packs(keys, keys.shape[-1]) or torch.cuda.get_device_capability(keys.device) < _DENSE_SINCE:
+        return False
+    one = keys.new_empty(1, keys.shape[-3], _PADDED, keys.shape[-1])
+    return torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(one, one, one, None, 0.0, False, True)
+    )
+
+
+def fill(keys: Tensor, values: Tensor, lengths: tuple[int, ...], to: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [layers, B, kv_heads, L, D] of prompts with `lengths` tokens, filled up to `to` each.
+
+    What is filled in is a row's last key, of which the value is zero; also returns how often, float32 [B, 1, 1].
+    """
+    length = torch.tensor(lengths)[:, None]
+    place = torch.arange(to)
+    which = send(torch.minimum(place, length - 1), keys.device)[None, :, None, :, None]
+    true = send(place < length, keys.device)[None, :, None, :, None]
+    filled = keys.gather(3, which.expand(*keys.shape[:3], to, keys.shape[-1]))
+    padded = F.pad(values, (0, 0, 0, to - values.shape[-2]))
+    return filled, torch.where(true, padded, 0), send((to - length).float()[..., None], keys.device)
+
+
 class GenerationAttention(nn.Module):
     """The image's half of a stock attention: full attention over the prompt's keys and its own."""
 
@@ -137,12 +165,15 @@ class GenerationAttention(nn.Module):
         sin: Tensor,
         mask: Tensor | None,
         packing: Packing | None,
+        repeats: Tensor | None,
     ) -> Tensor:
         """x [B, N, width]; keys and values [B, kv_heads, L, D] of the prompt -> [B, N, width]."""
         own_q = rotate(self.norm_added_q(self._heads(self.add_q_proj(x))).transpose(1, 2), cos, sin)
         own_k = rotate(self.norm_added_k(self._heads(self.add_k_proj(x))).transpose(1, 2), cos, sin)
         own_v = self._heads(self.add_v_proj(x)).transpose(1, 2)
-        if packing is None:
+        if repeats is not None:
+            out = _filled(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), keys, repeats)
+        elif packing is None:
             out = _masked(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), mask)
         else:
             packed = [_packed(own, prompt, packing) for own, prompt in ((own_k, keys), (own_v, values))]
@@ -162,6 +193,30 @@ def _masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) 
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
     return out.transpose(1, 2)
+
+
+def _filled(queries: Tensor, keys: Tensor, values: Tensor, prompt: Tensor, repeats: Tensor) -> Tensor:
+    """Heads first; `prompt` holds the prompts' keys, of which the last occurs `repeats` times too often.
+
+    With lse' = log(sum + repeats e^l), l being the last key's logit and sum that over the true keys, a repeat adds
+    nothing but e^l to the denominator, since its value is zero: out = out' / (1 - repeats e^(l - lse')). As l is a true
+    key's, e^l <= sum, so the divisor is at least 1 / (1 + repeats) and no digits are lost, whatever the logits are.
+    """
+    out, normaliser = _dense(queries, keys, values)
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
+    last = (grouped * prompt[:, :, None, -1:].float()).sum(-1).flatten(1, 2) * queries.shape[-1] ** -0.5
+    surplus = repeats * torch.exp(last - normaliser)
+    return (out / (1 - surplus)[..., None]).to(out.dtype).transpose(1, 2)
+
+
+def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [B, heads, N, D] without a mask, and the logarithm of each denominator, float32 [B, heads, N].
+
+    The public function keeps the latter to itself.
+    """
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, normaliser, *_ = attend(queries, keys, values, None, True)
+    return out, normaliser.reshape(out.shape[:3])
 
 
 def _packed(own: Tensor, prompt: Tensor, packing: Packing) -> Tensor:
@@ -190,7 +245,7 @@ class GenerationLayer(nn.Module):
         self.post_attention_layernorm_moe_gen = stock.post_attention_layernorm_moe_gen
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, *placing: Any) -> Tensor:
-        """hidden [B, N, width] -> the same shape. `placing` is the cosine, the sine, the mask and the packing."""
+        """hidden [B, N, width] -> the same shape. `placing`: cosine, sine, mask, packing and repeats."""
         hidden = hidden + self.self_attn(self.input_layernorm_moe_gen(hidden), keys, values, *placing)
         moved: Tensor = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(hidden))
         return hidden + moved
@@ -244,10 +299,10 @@ class Cosmos3Denoiser(Denoiser):
         return list(self.layers)
 
     def velocity(self, x: Tensor, sigma: Tensor, reading: Reading) -> Tensor:
-        keys, values, cos, sin, mask, *packed = cast(tuple[Any, ...], reading)
+        keys, values, cos, sin, mask, repeats, *packed = cast(tuple[Any, ...], reading)
         hidden = self.proj_in(patchify(x.to(self.proj_in.weight.dtype), self.patch))
         hidden = hidden + self._time(sigma).to(hidden.dtype)[:, None]
-        placing = (cos, sin, mask, Packing(*packed) if packed else None)
+        placing = (cos, sin, mask, Packing(*packed) if packed else None, repeats)
         for layer, of_layer, values_of_layer in zip(self.layers, keys.unbind(), values.unbind(), strict=True):
             hidden = self.run(layer, hidden, of_layer, values_of_layer, *placing)
         return unpatchify(self.proj_out(self.norm_moe_gen(hidden)), self.patch, x.shape).float()
@@ -264,11 +319,13 @@ class Cosmos3Denoiser(Denoiser):
         return cast(Tensor, self.call(self.time_embedder, self.time_proj(scaled).to(dtype)))
 
     def reading(self, x: Tensor, conditioning: Conditioning, *, fixed: bool = False) -> Reading | None:
-        """Keys, values, cosine and sine [B, 1, N, D], mask, and the five parts of a packing, if there is one."""
+        """Keys, values, cosine and sine [B, 1, N, D], mask, repeats, and a packing's five parts, if there is one."""
         cache = cast(PromptCache, conditioning)
-        key = (x.shape[2:], x.device, fixed)
+        dense = self.sampling and not torch.is_grad_enabled() and fills(cache.keys)
+        key = (x.shape[2:], x.device, dense or fixed, dense)
         if key not in cache.memo:
-            cache.memo[key] = self._fixed(x, cache) if fixed else self._ragged_or_masked(x, cache)
+            form = self._dense if dense else self._fixed if fixed else self._ragged_or_masked
+            cache.memo[key] = form(x, cache)
         return cast("Reading | None", cache.memo[key])
 
     def _ragged_or_masked(self, x: Tensor, cache: PromptCache) -> Reading:
@@ -276,7 +333,12 @@ class Cosmos3Denoiser(Denoiser):
         mask, packing = cache.attention_mask(tokens), None
         if mask is not None and packs(cache.keys, cache.keys.shape[-1]):
             mask, packing = None, pack(cache.lengths, tokens, x.device)
-        return (cache.keys, cache.values, *self._rope(cache.lengths, x), mask, *(packing or ()))
+        return (cache.keys, cache.values, *self._rope(cache.lengths, x), mask, None, *(packing or ()))
+
+    def _dense(self, x: Tensor, cache: PromptCache) -> Reading:
+        longest = max(cache.lengths)
+        keys, values, repeats = fill(cache.keys, cache.values, cache.lengths, longest + -longest % _PADDED)
+        return (keys, values, *self._rope(cache.lengths, x), None, repeats)
 
     def _fixed(self, x: Tensor, cache: PromptCache) -> Reading | None:
         if not packs(cache.keys, cache.keys.shape[-1]):
@@ -284,7 +346,7 @@ class Cosmos3Denoiser(Denoiser):
         short = -cache.keys.shape[-2] % _PADDED
         keys, values = (F.pad(part, (0, 0, 0, short)) for part in (cache.keys, cache.values))
         packing = pack(cache.lengths, self._image_tokens(x), x.device, padded=keys.shape[-2])
-        return (keys, values, *self._rope(cache.lengths, x), None, *packing)
+        return (keys, values, *self._rope(cache.lengths, x), None, None, *packing)
 
     def _image_tokens(self, x: Tensor) -> int:
         return self.tokens((x.shape[1], x.shape[2], x.shape[3], x.shape[4]))

@@ -1,4 +1,4 @@
-"""Kernels that only a GPU has: packed attention and FP8 products, each against what they stand for."""
+"""Kernels that only a GPU has: packed and filled attention and FP8 products, each against what they stand for."""
 
 from __future__ import annotations
 
@@ -65,6 +65,32 @@ def test_packed_rows_are_the_masked_ones_in_the_precision_that_they_have(monkeyp
     for one, other in zip(*errors, strict=True):
         assert one < 3e-2
         assert one < 1.5 * other
+
+
+@torch.no_grad()
+def test_filled_prompts_are_the_masked_ones_in_the_precision_that_they_have() -> None:
+    """Played and computed alike, compiled and not; samples alone are made so."""
+    x, sigma = torch.randn(3, 3, 1, 24, 32).cuda(), torch.tensor([0.1, 0.5, 0.9]).cuda()
+    denoiser, caches = parts(torch.float32)
+    exact = denoiser(x, sigma, PromptCache.batch(caches))
+    denoiser, caches = parts(torch.bfloat16)
+    assert cosmos3_denoiser.fills(caches[0].keys)
+    packed = denoiser(x, sigma, PromptCache.batch(caches))
+    for compiles in (False, True):
+        if compiles:
+            compiled.compile_layers(denoiser)
+        recorder, batch = whole(denoiser), PromptCache.batch(caches)
+        with denoiser.making_samples():
+            denoiser.recorder = None
+            computed = denoiser(x, sigma, batch)
+            denoiser.recorder = recorder
+            played = [denoiser(x, sigma, batch) for _ in range(3)]
+        denoiser.recorder = None
+        print("against float32: filled", error(computed, exact), "packed", error(packed, exact))
+        assert recorder.recordings == 1
+        assert all(torch.equal(v, computed) for v in played)
+        assert error(computed, exact) < 1.5 * error(packed, exact)
+        assert not torch.equal(computed, packed)
 
 
 def test_prompts_of_many_lengths_share_their_graphs() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Cosmos3OmniTransformer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nftctl.model import cosmos3_denoiser
 from nftctl.model.cosmos3 import split
@@ -169,6 +171,61 @@ def test_packed_rows_equal_masked_rows_forwards_and_backwards(monkeypatch: pytes
         seen.append((v.detach(), grad.clone()))
     torch.testing.assert_close(seen[1][0], seen[0][0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(seen[1][1], seen[0][1], rtol=1e-4, atol=1e-5)
+
+
+def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the dense kernel computes: heads share keys in groups, and every key is read."""
+    keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+    logits = queries @ keys.mT * queries.shape[-1] ** -0.5
+    return logits.softmax(-1) @ values, logits.float().logsumexp(-1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.integers(0, 1000))
+def test_filled_prompts_equal_masked_ones_while_samples_are_made(lengths: list[int], data: int) -> None:
+    tower, denoiser = split(build_transformer())
+    draw = torch.Generator().manual_seed(data)
+    x = torch.randn(len(lengths), 3, 1, 4, 6, generator=draw)
+    sigma = torch.rand(len(lengths), generator=draw)
+    ids = [torch.randint(3, 200, (length,), generator=draw).tolist() for length in lengths]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        caches = [tower.run([row]) for row in ids]
+        patch.setattr(cosmos3_denoiser, "fills", lambda keys: True)
+        patch.setattr(cosmos3_denoiser, "_dense", dense)
+        masked = denoiser(x, sigma, PromptCache.batch(caches))
+        batch = PromptCache.batch(caches)
+        with denoiser.making_samples():
+            reading = denoiser.reading(x, batch)
+            filled = denoiser(x, sigma, batch)
+        again = denoiser(x, sigma, batch)
+    assert reading[0].shape[-2] == 128
+    assert reading[5].flatten().tolist() == [128 - length for length in lengths]
+    assert float((filled - masked).norm() / masked.norm()) < 1e-4
+    assert torch.equal(again, masked)
+
+
+@pytest.mark.parametrize("shift", [-60.0, -5.0, 0.0, 5.0, 60.0])
+@pytest.mark.parametrize("last", [-20.0, 0.0, 20.0])
+def test_what_repeats_add_is_taken_off_whatever_the_logits_are(shift: float, last: float) -> None:
+    """Also where every true key is far below zero, and where the repeated key is the one that is read most."""
+    draw = torch.Generator().manual_seed(0)
+    queries, keys = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 7, 16)
+    queries[..., 0], values = 4.0, torch.randn(1, 2, 7, 16, generator=draw)
+    keys[..., 0] = torch.randn(1, 2, 7, generator=draw) + shift
+    keys[:, :, 3, 0] += last
+    exact, _ = dense(queries.double(), keys.double(), values.double())
+    prompt, none = keys[:, :, :4], torch.zeros(1, 2, 100, 16)
+    filled = torch.cat((prompt, prompt[:, :, -1:].expand(1, 2, 100, 16)), dim=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cosmos3_denoiser, "_dense", dense)
+        seen = cosmos3_denoiser._filled(
+            queries,
+            torch.cat((filled, keys[:, :, 4:]), dim=2),
+            torch.cat((values[:, :, :4], none, values[:, :, 4:]), dim=2),
+            filled,
+            torch.full((1, 1, 1), 100.0),
+        )
+    torch.testing.assert_close(seen.transpose(1, 2).double(), exact, rtol=2e-3, atol=1e-5)
 
 
 def test_a_packing_takes_every_true_key_once_and_no_padding() -> None:
