@@ -93,34 +93,30 @@ def facts(worker: Worker) -> dict[str, Any]:
 
 
 def arithmetic(worker: Worker, cursors: Sequence[int]) -> list[dict[str, Any]]:
-    """What the steps beginning at those cursors need on this rank: operations of rollout and training, and tokens.
-
-    Rollout: every row, branch and sampler step. Training: forward and backward of every pair, the backward as much as
-    the forward for adapters (gradients of activations) and twice as much where all weights train.
-    """
+    """What the steps beginning at those cursors need on this rank, as `operations` counts it, and tokens."""
     from nftctl.algorithm.plan import rows_per_velocity
+    from nftctl.engine.least import operations
     from nftctl.model.arithmetic import count_forward
 
     spec, roles = worker.spec, worker.roles
     rl = spec.profile.rl
     forward = count_forward(spec.family, spec.base, roles.family.latent_shape)
     against = _tokens(roles.family, rl.negative_prompt, True) if rl.guidance != 1.0 else 0
-    backward = 2 if spec.profile.model.train == "full" else 1
     found = []
     for cursor in cursors:
         lengths = [_tokens(roles.family, row.prompt.text, False) for row in roles.data.next(cursor)]
-        own, other = [forward.flops(n) for n in lengths], forward.flops(against)
-        per_step = sum(own) * (rl.guidance != 0.0) + other * len(own) * (rl.guidance != 1.0)
+        needed = operations(forward, spec.profile, lengths, against)
+        pairs = len(lengths) * rl.timesteps_per_sample * rl.updates_per_rollout
         found.append(
             {
                 "image_tokens": forward.tokens,
                 "prompt_tokens": lengths,
                 "negative_tokens": against or None,
-                "rollout_forwards": len(own) * rows_per_velocity(rl.guidance) * rl.sample_steps,
-                "rollout_flops": per_step * rl.sample_steps,
-                "pairs": len(own) * rl.timesteps_per_sample * rl.updates_per_rollout,
-                "row_flops": sum(own) / len(own),
-                "pair_flops": sum(own) / len(own) * (1 + backward),
+                "rollout_forwards": len(lengths) * rows_per_velocity(rl.guidance) * rl.sample_steps,
+                "rollout_flops": needed.rollout,
+                "pairs": pairs,
+                "row_flops": sum(map(forward.flops, lengths)) / len(lengths),
+                "pair_flops": needed.trained / pairs,
             }
         )
     return found

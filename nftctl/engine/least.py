@@ -17,6 +17,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Operations:
+    """What one rank's step computes: of all sampled rows, branches and sampler steps, and of all trained pairs."""
+
+    rollout: float
+    trained: float
+
+
+def operations(forward: Forward, profile: Profile, prompts: Sequence[int], against: int) -> Operations:
+    """Of a step whose rows have prompts of so many tokens; `against` are those of the negative prompt.
+
+    A trained pair is a forward and a backward, the backward as much as the forward where gradients are of activations
+    alone, and twice as much where all weights train. Groups that were dropped count too: they were sampled.
+    """
+    rl = profile.rl
+    own, other = sum(map(forward.flops, prompts)), forward.flops(against) * len(prompts)
+    branches = own * (rl.guidance != 0) + other * (rl.guidance != 1)
+    passes = 3 if profile.model.train == "full" else 2
+    return Operations(branches * rl.sample_steps, own * passes * rl.timesteps_per_sample * rl.updates_per_rollout)
+
+
+@dataclass(frozen=True, slots=True)
 class LeastTime:
     """One rank's arithmetic. `rate` is operations per second."""
 
@@ -25,15 +46,6 @@ class LeastTime:
     rate: float
 
     def seconds(self, prompts: Sequence[int], against: int) -> float:
-        """Of a step whose rows have prompts of so many tokens; `against` are those of the negative prompt.
-
-        Every row, branch and sampler step; forward and backward of every trained pair, the backward as much as the
-        forward where gradients are of activations alone, and twice as much where all weights train. Groups that were
-        dropped count too: they were sampled.
-        """
-        rl = self.profile.rl
-        own, other = sum(map(self.forward.flops, prompts)), self.forward.flops(against) * len(prompts)
-        rollout = own * (rl.guidance != 0) + other * (rl.guidance != 1)
-        passes = 3 if self.profile.model.train == "full" else 2
-        trained = own * passes * rl.timesteps_per_sample * rl.updates_per_rollout
-        return (rollout * rl.sample_steps + trained) / self.rate
+        """Of a step, as `operations` counts it."""
+        needed = operations(self.forward, self.profile, prompts, against)
+        return (needed.rollout + needed.trained) / self.rate
