@@ -1,0 +1,91 @@
+"""A run as one sbatch script: its own Ray cluster over the nodes of the job, requeued when Slurm wants them back.
+
+Owns the script's text and every quote in it: values stand in single words of the shell, the profile in a here-document
+that nothing expands, directives in lines that no shell reads. Refuses what cannot stand on one line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nftctl.errors import UsageRefused
+from nftctl.profile.diagnose import printable
+from nftctl.submit.size import Size
+from nftctl.submit.template import fill
+
+TEST_TIMEOUT_S = 30.0
+"""Longest wait for `sbatch --test-only`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the profile does not say. `folder` is the folder from which relative paths count."""
+
+    folder: str
+    grace_s: int = 120
+    memory: str = ""
+    directives: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+
+def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: Wishes) -> str:
+    """The text of the sbatch script. `profile` is `portable.profile_text`, `name` the run's, `tokens` variables."""
+    for option, lines in (("--sbatch", wishes.directives), ("--setup", wishes.setup)):
+        for line in lines:
+            refuse_broken_line(option, line)
+    for line in wishes.directives:
+        if not line.startswith("-"):
+            raise UsageRefused(f'--sbatch "{line}" is no option of sbatch', hint='for example --sbatch "--partition=a"')
+    gpus = [f"#SBATCH --gpus-per-node={size.gpus}"] if size.gpus else []
+    memory = [f"#SBATCH --mem={wishes.memory}"] if wishes.memory else []
+    return fill(
+        "slurm.template",
+        {
+            "title": f"Run {printable(name)} of nftctl on Slurm: {size.describe()}",
+            "job_name": re.sub(r"[^A-Za-z0-9._-]", "_", name),
+            "nodes": str(size.nodes),
+            "cpus": str(size.cpus),
+            "gpus": str(size.gpus),
+            "directives": "\n".join([*gpus, *memory]),
+            "grace": str(wishes.grace_s),
+            "extra": "\n".join(f"#SBATCH {line}" for line in wishes.directives),
+            "folder": shlex.quote(wishes.folder),
+            "tokens": " | ".join(map(shlex.quote, tokens or ["NFTCTL_REWARD_TOKEN"])),
+            "setup": "\n".join(wishes.setup),
+            "profile": profile.rstrip("\n"),
+            "mark": mark_outside(profile),
+        },
+    )
+
+
+def refuse_broken_line(option: str, line: str) -> None:
+    """A line break would begin a line of another kind."""
+    if not line.strip() or not line.isprintable():
+        raise UsageRefused(f'{option} "{printable(line)}" is not one line of text', hint=f"give {option} once per line")
+
+
+def mark_outside(text: str, word: str = "END_OF_PROFILE") -> str:
+    """A word that ends a here-document and is no line of `text`."""
+    mark = word
+    while mark in text.splitlines():
+        mark += "_"
+    return mark
+
+
+def test_only(text: str) -> tuple[bool, str] | None:
+    """What `sbatch --test-only` says to the script, which submits nothing: accepted, words. None without an sbatch."""
+    program = shutil.which("sbatch")
+    if program is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [program, "--test-only"], input=text, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"sbatch --test-only: {error}"
+    return answer.returncode == 0, (answer.stderr or answer.stdout).strip() or f"ended with {answer.returncode}"
