@@ -76,6 +76,8 @@ def serve(
 ) -> None:
     """Serve `scorers` (see `mixture`) until SIGTERM or SIGINT, or until `parent_pid` is no longer this one's parent.
 
+    With a parent SIGTERM is not heard: what ends a whole tree of processes would take the scores from a run that still
+    has a step to finish. The parent sends SIGINT.
     Meant for a process of its own. One worker scores in a thread of this process, more are processes. `ready` is called
     once with the real URL (port 0 takes a free one). `revision` is the scorers' own when empty. Raises RewardFailed for
     scorers that cannot be loaded or an address that cannot be bound.
@@ -105,7 +107,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         # Outside the main thread there are no signals to handle.
         with contextlib.suppress(ValueError, RuntimeError):
-            loop.add_signal_handler(number, stop.set)
+            heard = parent_pid is None or number == signal.SIGINT
+            loop.add_signal_handler(number, stop.set if heard else _wait_for_parent)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_GRACE_S)
     await runner.setup()
     try:
@@ -115,6 +118,10 @@ async def _serve(
         await _until(stop, parent_pid)
     finally:
         await runner.cleanup()
+
+
+def _wait_for_parent() -> None:
+    _log.info("SIGTERM: serving on until the parent says so, or is gone")
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:

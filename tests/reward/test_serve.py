@@ -74,6 +74,16 @@ def test_it_serves_on_loopback_until_it_is_told_to_stop(number):
     assert _gone(url)
 
 
+def test_with_a_parent_it_outlives_a_sigterm_that_went_to_all_and_stops_when_the_parent_asks():
+    with _process(SERVE.format(args=f"['brightness'], parent_pid={os.getpid()}")) as (process, url):
+        process.send_signal(signal.SIGTERM)
+        for _ in range(3):
+            assert _score(url, scorer_revision("brightness")) == pytest.approx([0, 0.2, 0.4, 1])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert _gone(url)
+
+
 def test_a_request_in_flight_is_answered_before_it_stops():
     with _process(SLOW.format(seconds=0.5, grace=20)) as (process, url):
         got: list[list[float]] = []
