@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from nftctl.errors import ExitCode, Finding, NftctlError, UsageRefused
 if TYPE_CHECKING:
     from nftctl.engine.plan import JobPlan
     from nftctl.profile.load import Resolved
+    from nftctl.run.directory import RunDirectory
 
 STOP_CODES = {"SIGINT": ExitCode.SIGINT, "SIGTERM": ExitCode.SIGTERM}
 
@@ -87,16 +89,27 @@ def _continued(console: Console, resolved: Resolved, *, dry_run: bool) -> JobPla
 
 
 def resume(
-    console: Console, target: str, steps: int | None, sets: Sequence[str], *, dry_run: bool, fork: str | None = None
+    console: Console,
+    target: str,
+    steps: int | None,
+    sets: Sequence[str],
+    *,
+    dry_run: bool,
+    fork: str | None = None,
+    restart: str = "",
 ) -> None:
-    """Go on with a run. Reads only, until the checkpoint, the profile and the identity have been accepted."""
+    """Go on with a run. Reads only, until the checkpoint, the profile and the identity have been accepted.
+
+    `restart` says why nobody asked for it: it then goes on from the newest checkpoint that is whole, and begins again
+    where there is none.
+    """
     from nftctl.profile.load import load_resolved
     from nftctl.profile.preflight import refuse_if_wrong
     from nftctl.run.directory import find_checkpoint, refuse_impossible, refuse_used
 
     if fork is not None and not fork.strip():
         raise UsageRefused("--fork needs the name of the new run")
-    run, checkpoint = find_checkpoint(target, runs_folder())
+    run, checkpoint = (_newest if restart else find_checkpoint)(target, runs_folder())
     with run.lock():
         resolved = load_resolved(
             run.read_resolved(),
@@ -109,16 +122,28 @@ def resume(
         )
         warnings = refuse_if_wrong(resolved)
         console.findings(warnings)
-        from nftctl.engine.plan import plan_fork, plan_resume
+        from nftctl.engine.plan import plan_again, plan_fork, plan_resume
 
-        if fork is None:
+        if checkpoint is None:
+            plan = plan_again(run, resolved, argv=sys.argv, note=console.say)
+        elif fork is None:
             plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv, note=console.say)
         else:
             plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv, note=console.say)
+    plan = replace(plan, restart=restart)
     if plan.parent:  # after the lock, which would make the run itself look like one that is running
         refuse_impossible(plan.run_path)
         refuse_used(plan.run_path, "use --fork with another name")
     _go_on(console, "resume", plan, warnings, dry_run=dry_run)
+
+
+def _newest(target: str, runs: Path) -> tuple[RunDirectory, Path | None]:
+    """The run of that folder and its newest whole checkpoint; whatever is beyond it was cut off by what was lost."""
+    from nftctl.run.checkpoints import newest_complete
+    from nftctl.run.directory import RunDirectory
+
+    run = RunDirectory.open(Path(target))
+    return run, newest_complete(run.checkpoints)
 
 
 def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding], *, dry_run: bool) -> None:
@@ -130,8 +155,8 @@ def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Fin
     elif dry_run:
         _print_plan(console, command, plan, warnings)
     else:
-        word = "forking" if plan.parent else "resuming"
-        console.say(f"{word} {plan.resume_from}: steps {plan.state.step} -> {plan.total_steps}")
+        word = "forking" if plan.parent else "beginning again" if plan.again else "resuming"
+        console.say(f"{word} {plan.resume_from or plan.run_path}: steps {plan.state.step} -> {plan.total_steps}")
         _run(console, command, plan, warnings)
 
 

@@ -71,4 +71,13 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no talk; warnings and errors stay.")]
+RestartsOption = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        min=0,
+        metavar="N",
+        help="Go on by itself, so many times, after a rank or node was lost.",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan; start and write nothing.")]

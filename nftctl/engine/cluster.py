@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nftctl.engine.seats import Node, amounts, bundle_of, seat, told
 from nftctl.errors import EnvironmentUnfit
 from nftctl.profile.endpoint import CLIENT_MODE, CLIENT_MODE_HELP, endpoint
 from nftctl.profile.schema import Grid, Profile
@@ -33,24 +34,11 @@ LOCAL_HELP = "start the cluster, or leave grid.address out: the run then starts 
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One node. `here`: it runs on this machine, so a driver can join through it. `python` is known only here."""
-
-    host: str
-    ip: str
-    here: bool
-    python: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-
-    def holds(self, bundles: int, bundle: Mapping[str, float]) -> bool:
-        """Whether all bundles fit on it now."""
-        return all(self.free.get(name, 0.0) >= bundles * amount for name, amount in bundle.items())
-
-
-@dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a survey found. `how` says where the address is from; `token`: it answers with a token only."""
+    """What a survey found. `how` says where the address is from; `token`: it answers with a token only.
+
+    `seats`: the node of every rank, in rank order, once they are chosen.
+    """
 
     address: str
     how: str
@@ -59,11 +47,22 @@ class Cluster:
     nodes: tuple[Node, ...]
     holders: tuple[str, ...]
     token: bool
+    seats: tuple[Node, ...] = ()
 
     @property
     def gpus(self) -> int:
-        """GPUs of the node that has most: all ranks go to one node."""
-        return max((int(node.total.get("GPU", 0)) for node in self.nodes), default=0)
+        """GPUs of all nodes."""
+        return sum(int(node.total.get("GPU", 0)) for node in self.nodes)
+
+    @property
+    def only_here(self) -> bool:
+        """Whether every rank is on this machine, and so on its loopback and its disks."""
+        return all(node.here for node in self.seats)
+
+    @property
+    def our_ip(self) -> str:
+        """The address of the node that runs on this machine, by which the others reach it."""
+        return next(node.ip for node in self.nodes if node.here)
 
     def describe(self) -> str:
         """One line for people."""
@@ -75,18 +74,8 @@ class Cluster:
         return f"Ray cluster at {self.address} ({self.how}): Ray {self.ray}, Python {self.python}, {count}: {nodes}"
 
 
-def amounts(resources: Mapping[str, float]) -> str:
-    """`3 CPU, 2 GPU`."""
-    return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))
-
-
-def bundle_of(device: str) -> dict[str, float]:
-    """What one rank takes."""
-    return {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
-
-
 def find_cluster(profile: Profile, env: Mapping[str, str], say: Callable[[str], None]) -> Cluster | None:
-    """The cluster that the run will join, fit for it; None for a private Ray.
+    """The cluster that the run will join, fit for it and with a seat for every rank; None for a private Ray.
 
     Raises EnvironmentUnfit for everything that would keep the run from starting there.
     """
@@ -98,8 +87,9 @@ def find_cluster(profile: Profile, env: Mapping[str, str], say: Callable[[str], 
         return None
     found = look_at(grid, env)
     say(found.describe())
-    refuse_unfit(found, grid, profile.ranks)
-    return found
+    seated = refuse_unfit(found, grid, profile.ranks)
+    say(told(seated.seats, grid.shard_group))
+    return seated
 
 
 def choose_device(grid: Grid, ranks: int, gpus: int) -> str:
@@ -171,7 +161,7 @@ def look_at(grid: Grid, env: Mapping[str, str]) -> Cluster:
         reason = f"{answer['error']}: {answer['reason']}"
         raise EnvironmentUnfit(f"what listens at {address} ({how}) does not answer as Ray does: {reason}")
     nodes = tuple(
-        Node(**{name: node[name] for name in ("host", "ip", "here", "python", "total", "free")})
+        Node(**{name: node[name] for name in ("id", "host", "ip", "here", "python", "total", "free")})
         for node in answer["nodes"]
     )
     holders = tuple(map(_holder, answer["holders"]))
@@ -235,10 +225,14 @@ def _not_admitted(address: str, token: bool, env: Mapping[str, str]) -> Environm
     return EnvironmentUnfit(message, hint=hint)
 
 
-def refuse_unfit(cluster: Cluster, grid: Grid, ranks: int) -> None:
-    """Everything about a cluster that answers that would still keep the run from starting there."""
+def refuse_unfit(cluster: Cluster, grid: Grid, ranks: int) -> Cluster:
+    """The cluster with its seats; EnvironmentUnfit for everything that would still keep the run from starting there."""
     refuse_mismatch(cluster)
-    refuse_no_room(cluster, "cpu" if runs_on_cpu(grid, cluster.gpus) else "cuda", ranks)
+    bundle = bundle_of("cpu" if runs_on_cpu(grid, cluster.gpus) else "cuda")
+    seats = seat(cluster.nodes, bundle, ranks, grid.strategy, grid.shard_group)
+    if not seats:
+        raise _no_room(cluster, bundle, ranks)
+    return replace(cluster, seats=seats)
 
 
 def refuse_mismatch(cluster: Cluster) -> None:
@@ -260,16 +254,13 @@ def refuse_mismatch(cluster: Cluster) -> None:
         )
 
 
-def refuse_no_room(cluster: Cluster, device: str, ranks: int) -> None:
+def _no_room(cluster: Cluster, bundle: Mapping[str, float], ranks: int) -> EnvironmentUnfit:
     """Ray would wait for ever for room that may never come; a run does not queue."""
-    bundle = bundle_of(device)
-    if any(node.holds(ranks, bundle) for node in cluster.nodes):
-        return
     free = "; ".join(f"{node.ip} has {amounts(node.free)} free of {amounts(node.total)}" for node in cluster.nodes)
     held = f"; held by {'; '.join(cluster.holders)}" if cluster.holders else ""
     needed = amounts({name: ranks * amount for name, amount in bundle.items()})
-    raise EnvironmentUnfit(
-        f"{ranks} ranks need {needed} on one node (rl.group_size = {ranks}); {free}{held}",
+    return EnvironmentUnfit(
+        f"{ranks} ranks need {needed} (rl.group_size = {ranks}); {free}{held}",
         hint="wait until there is room, join another cluster, or begin a new run with a lower rl.group_size",
     )
 

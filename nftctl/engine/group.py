@@ -10,13 +10,18 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nftctl.engine import head, services
 from nftctl.engine.cluster import Cluster
+from nftctl.engine.head import LOOK_S, HeadWatch, dead_nodes
+from nftctl.engine.lost import RanksLost
 from nftctl.engine.placement import place, refuse_other_code, start_ray
+from nftctl.engine.seats import Node, first_ranks, span
+from nftctl.engine.storage import Input, refuse_unshared
 from nftctl.engine.worker import Worker
 from nftctl.errors import NftctlError, TrainingFailed
 from nftctl.profile.schema import Profile
@@ -25,6 +30,9 @@ from nftctl.roles import stage
 GRACE_S = 3.0
 """Seconds to wait for further failures after the first, so that the cause is blamed and not a neighbour."""
 
+
+ASKED_S = 0.5
+"""Seconds for what was sent last to leave this process."""
 
 TIMED_OUT = "timed out"
 """What gloo says of a peer that is there and does nothing."""
@@ -87,6 +95,8 @@ class Group:
         self.members: list[dict[str, Any]] = []
         self.bundles: Any = None
         self.whole = True
+        self._seats: tuple[Node, ...] = ()
+        self._head: HeadWatch | None = None
 
     @classmethod
     def start(
@@ -96,10 +106,12 @@ class Group:
         born: Callable[[Group], None],
         cluster: Cluster | None = None,
         say: Callable[[str], None] = lambda text: None,
+        inputs: Sequence[Input] = (),
     ) -> Group:
         """Start a private Ray, or join `cluster`; start one actor per rank, and join them into one process group.
 
-        `born` receives the group as soon as there is something to shut down, also when the rest of the start fails.
+        `inputs` are the files that every node has to read alike. `born` receives the group as soon as there is
+        something to shut down, also when the rest of the start fails.
         """
         ranks, timeout = profile.ranks, profile.grid.collective_timeout_s
         group = cls([], "cpu", logs, timeout)
@@ -108,10 +120,15 @@ class Group:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = group.bundles = place(ranks, device)
+        seats = group._seats = () if cluster is None else cluster.seats
+        bundles = group.bundles = place(ranks, device, seats)
         logs = logs.absolute() if logs else None
         if cluster is not None:
-            refuse_other_code(bundles, [Path.cwd(), *([logs] if logs else [])])
+            group._head = HeadWatch(cluster.address)
+            nodes = first_ranks(seats)
+            refuse_other_code(bundles, nodes, [Path.cwd(), *([logs] if logs else [])])
+            if logs and not cluster.only_here:
+                refuse_unshared(bundles, nodes, logs, inputs, say)
         remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0, max_restarts=0)(Worker)
         group.actors = [
             remote.options(
@@ -122,9 +139,11 @@ class Group:
         if cluster is not None:
             # A cluster's processes have its folder and its environment, and the profile speaks of ours.
             asked = (*profile.reward.providers, *profile.eval.providers)
-            names = {provider.token_env for provider in asked} & set(os.environ)
+            names = {services.OWN_TOKEN, *(provider.token_env for provider in asked)} & set(os.environ)
             group.call("settle", Path.cwd(), {name: os.environ[name] for name in names})
         group.members = group.call("about")
+        if len(first_ranks(seats)) > 1 or profile.grid.interface:
+            group.call("wire", profile.grid.interface)
         host, port = group.call_one(0, "host_store", ranks, timeout)
         group.call("join", ranks, host, port, device, timeout)
         return group
@@ -142,9 +161,10 @@ class Group:
         import ray
 
         left, answers, failures = dict(pending), {}, _Failures()
+        self.whole = False
         while left:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(left), num_returns=1, timeout=timeout)
+            ready = self._next(list(left), timeout)
             if not ready:
                 break
             rank = left.pop(ready[0])
@@ -157,9 +177,9 @@ class Group:
         late = sorted(left.values())
         self.whole = not late and not any(map(_lost, failures.by_rank.values()))
         if late and (not failures.by_rank or failures.waited_in_vain()):
-            raise TrainingFailed(
+            raise RanksLost(
                 f"rank {late[0]} did not finish {self._doing(late[0], method)}{self._where(late[0])} "
-                f"within the {self._timeout_s:.0f} s that ranks wait for each other (late: {late})",
+                f"within the {self._timeout_s:.0f} s that ranks wait for each other (late: {late}){self._gone()}",
                 rank=late[0],
                 log=self._log(late[0]),
             )
@@ -167,9 +187,25 @@ class Group:
             self._blame(failures, method)
         return [answers[rank] for rank in sorted(answers)]
 
+    def _next(self, references: list[Any], timeout: float | None) -> list[Any]:
+        """The next reference that is ready, or none within `timeout`. RanksLost when the cluster's head goes silent."""
+        import ray
+
+        if self._head is None:
+            return list(ray.wait(references, num_returns=1, timeout=timeout)[0])
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = LOOK_S if end is None else min(LOOK_S, max(0.0, end - time.monotonic()))
+            ready, _ = ray.wait(references, num_returns=1, timeout=left)
+            self._head.look()
+            if ready or (end is not None and time.monotonic() >= end):
+                return list(ready)
+
     def _blame(self, failures: _Failures, method: str) -> None:
         rank, error = failures.worst()
         cause = getattr(error, "cause", error)
+        if isinstance(cause, TrainingFailed) and _is_echo(cause):
+            raise RanksLost(f"{cause.message}{self._gone()}", rank=rank, log=self._log(rank)) from None
         if isinstance(cause, TrainingFailed):
             cause.rank = rank if cause.rank is None else cause.rank
             cause.log = cause.log or self._log(rank)
@@ -178,10 +214,12 @@ class Group:
             raise cause from None
         doing = f"{self._doing(rank, method)}{self._where(rank)}"
         if _died(error):
-            text = f"rank {rank} died in {doing}: its process ended without an exception"
-        else:
-            text = f"rank {rank} failed in {doing}: {type(cause).__name__}: {cause}"
-            self._write_down(rank, error)
+            gone = self._gone() or ": its process ended without an exception"
+            raise RanksLost(f"rank {rank} died in {doing}{gone}", rank=rank, log=self._log(rank)) from None
+        self._write_down(rank, error)
+        text = f"rank {rank} failed in {doing}: {type(cause).__name__}: {cause}"
+        if _is_echo(cause):  # somebody went away, and nobody says who
+            raise RanksLost(f"{text}{self._gone()}", rank=rank, log=self._log(rank)) from None
         raise TrainingFailed(text, rank=rank, log=self._log(rank)) from None
 
     def _write_down(self, rank: int, error: BaseException) -> None:
@@ -198,7 +236,18 @@ class Group:
 
     def _where(self, rank: int) -> str:
         member = next((m for m in self.members if m["rank"] == rank), None)
-        return f" (pid {member['pid']} on {member['host']})" if member else ""
+        place = f"node {self._seats[rank].place}" if self._seats else member["host"] if member else ""
+        return f" (pid {member['pid']} on {place})" if member else f" (on {place})" if place else ""
+
+    def _gone(self) -> str:
+        """The nodes of this run that Ray counts as dead, with their ranks and Ray's reason, ready to end a sentence."""
+        dead = dead_nodes({node.id for node in self._seats}) if self._seats else {}
+        lines = []
+        for node_id, reason in dead.items():
+            ranks = [rank for rank, node in enumerate(self._seats) if node.id == node_id]
+            word = "ranks" if len(ranks) > 1 else "rank"
+            lines.append(f"node {self._seats[ranks[0]].place} is gone, with {word} {span(ranks)}: {reason}")
+        return f": {'; '.join(lines)}" if lines else ""
 
     def _log(self, rank: int) -> str:
         return str(self._logs / f"rank_{rank}.log") if self._logs else ""
@@ -207,14 +256,22 @@ class Group:
         """Kill every actor, give the bundles back and end this run's Ray; leave every other Ray alone."""
         import ray
 
-        for actor in self.actors:
+        if self._head is not None and self._head.silence():
+            # Killing goes through the head, and so does leaving. What goes past it is to ask each rank to end.
+            head.abandoned = True
+            for actor in self.actors:
+                with contextlib.suppress(Exception):
+                    actor.end.remote()
+            time.sleep(ASKED_S)
+        else:
+            for actor in self.actors:
+                with contextlib.suppress(Exception):
+                    ray.kill(actor, no_restart=True)
             with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-        with contextlib.suppress(Exception):
-            if self.bundles is not None:
-                ray.util.remove_placement_group(self.bundles)
-        with contextlib.suppress(Exception):
-            ray.shutdown()  # of a cluster that was joined, it only takes leave
+                if self.bundles is not None:
+                    ray.util.remove_placement_group(self.bundles)
+            with contextlib.suppress(Exception):
+                ray.shutdown()  # of a cluster that was joined, it only takes leave
         for member in self.members:
             # A stopped process ignores Ray's polite kill; it is ours, on this host, and must not outlive the run.
             if member["host"] == os.uname().nodename and _is_rank_process(member["pid"]):

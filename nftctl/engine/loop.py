@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nftctl.engine.cluster import Cluster, find_cluster
 from nftctl.engine.evaluation import Evaluation
 from nftctl.engine.group import Group
 from nftctl.engine.looking import Looking
+from nftctl.engine.lost import noted
 from nftctl.engine.observation import Observation, observe
 from nftctl.engine.pictures import write_curve
 from nftctl.engine.plan import JobPlan, plan_versions
@@ -77,8 +79,10 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             atomic_write(run.run_json, pretty_bytes(run.read_record() | {"total_steps": plan.total_steps}))
         logs = run.new_attempt()
         ending = stack.enter_context(recorded(logs))
-        embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs))
-        judges = http_judges | stack.enter_context(services.embedded(judging, plan.judges, logs, "eval"))
+        stack.enter_context(noted(logs))
+        host = services.LOOPBACK if cluster is None or cluster.only_here else cluster.our_ip
+        embedded = stack.enter_context(services.embedded(plan.profile, plan.revisions, logs, host=host))
+        judges = http_judges | stack.enter_context(services.embedded(judging, plan.judges, logs, "eval", host))
         answered = [(http | embedded)[p.name] for p in plan.profile.reward.providers]
         observation = stack.enter_context(observe(run, plan, reporter))
         if again := done_again(observation.metrics, plan.state.step):
@@ -93,6 +97,8 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             base_grid=Evaluation.of(plan.profile, plan.prompt_path).base_grid,
         )
         facts = group.call("build", spec)[0]
+        if plan.restart:
+            _count_restart(plan, run, logs)
         reporter.note(
             f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
             f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
@@ -121,6 +127,18 @@ def _open_folder(plan: JobPlan) -> RunDirectory:
     )
 
 
+def _count_restart(plan: JobPlan, run: RunDirectory, logs: Path) -> None:
+    """Note in run.json that the run has gone on by itself: from where, why, when, and in which attempt."""
+    record = run.read_record()
+    entry = {
+        "attempt": logs.name,
+        "step": plan.state.step,
+        "reason": plan.restart,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    atomic_write(run.run_json, pretty_bytes(record | {"restarts": [*record.get("restarts", []), entry]}))
+
+
 def spec_of(plan: JobPlan, answered: list[services.Service], logs: Path) -> WorkerSpec:
     """What every rank of the plan is built from."""
     return WorkerSpec(
@@ -142,7 +160,7 @@ def ranks_of(plan: JobPlan, logs: Path, cluster: Cluster | None, reporter: Repor
     # Ray announces dead workers on our standard output, which carries data only.
     with (logs / "ray.log").open("a") as sink, contextlib.redirect_stdout(sink):
         try:
-            yield Group.start(plan.profile, logs, started.append, cluster, reporter.note)
+            yield Group.start(plan.profile, logs, started.append, cluster, reporter.note, plan.inputs())
         finally:
             for group in started:
                 group.shutdown()

@@ -90,7 +90,7 @@ class Observation:
 @contextlib.contextmanager
 def observe(run: RunDirectory, plan: JobPlan, reporter: Reporter) -> Iterator[Observation]:
     """The run's observation, with what lies beyond the step that it goes on from taken out."""
-    step = plan.state.step
+    step = plan.kept_through
     metrics = JsonLines(run.metrics, keep_through=step)
     evaluations = JsonLines(run.path / "evaluations.jsonl", keep_through=step)
     scores = JsonLines(run.path / "scores.jsonl", keep_through=step)

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nftctl.engine.cluster import Cluster, bundle_of, choose_device, ray_folder
+from nftctl.engine.cluster import Cluster, choose_device, ray_folder
+from nftctl.engine.seats import Node, bundle_of
 from nftctl.errors import EnvironmentUnfit
 from nftctl.profile.schema import Grid
 
@@ -132,19 +133,29 @@ def _last_words(logs: Path) -> str:
     return f"; its raylet ended with: {first[0].rpartition('Check failed: ')[2]}" if first else ""
 
 
-def place(ranks: int, device: str, timeout_s: float = PLACE_TIMEOUT_S) -> Any:
-    """A placement group with one bundle per rank on one node, ready; EnvironmentUnfit when not within `timeout_s`."""
+def place(ranks: int, device: str, seats: Sequence[Node] = (), timeout_s: float = PLACE_TIMEOUT_S) -> Any:
+    """A placement group with one bundle per rank, ready: each on the node of its seat, all on one node without seats.
+
+    Raises EnvironmentUnfit when it is not within `timeout_s`.
+    """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundle = bundle_of(device)
-    group = placement_group([dict(bundle) for _ in range(ranks)], strategy="STRICT_PACK")
+    group = placement_group(
+        [dict(bundle) for _ in range(ranks)],
+        strategy="PACK" if seats else "STRICT_PACK",
+        bundle_label_selector=[{"ray.io/node-id": node.id} for node in seats] or None,
+    )
     try:
         ray.get(group.ready(), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-        raise EnvironmentUnfit(f"no room for {ranks} ranks of {bundle}: Ray has {free} free") from None
+        raise EnvironmentUnfit(
+            f"no room for {ranks} ranks of {bundle} within {timeout_s:.0f} s: Ray has {free} free",
+            hint="what was free a moment ago was taken, or a node went away: try again",
+        ) from None
     return group
 
 
@@ -156,8 +167,11 @@ def own_code() -> dict[str, str]:
     return {name: version(name) for name in ("nftctl", "torch", "diffusers", "peft")} | {"source": digest.hexdigest()}
 
 
-def refuse_other_code(bundles: Any, folders: list[Path]) -> None:
-    """Have the ranks' node say what it would run, and if it sees `folders`. EnvironmentUnfit when it is not as here."""
+def refuse_other_code(bundles: Any, ranks: Iterable[int], folders: list[Path]) -> None:
+    """Have the nodes of these ranks say what they would run, and if they see `folders`.
+
+    Raises EnvironmentUnfit when one is not as here.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -172,13 +186,14 @@ def refuse_other_code(bundles: Any, folders: list[Path]) -> None:
             return facts | {"fault": f"{type(error).__name__}: {error}"}
         return facts | {"code": code, "unseen": [str(path) for path in folders if not path.is_dir()]}
 
-    strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0)
-    asked = ray.remote(num_cpus=1, max_retries=0)(look).options(scheduling_strategy=strategy).remote()
+    task, ours = ray.remote(num_cpus=1, max_retries=0)(look), own_code()
+    places = [PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank) for rank in ranks]
     try:
-        facts = ray.get(asked, timeout=LOOK_TIMEOUT_S)
+        answers = ray.get([task.options(scheduling_strategy=p).remote() for p in places], timeout=LOOK_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         raise EnvironmentUnfit(f"a node could not say what it would run: {type(error).__name__}: {error}") from None
-    judge_node(facts, own_code())
+    for facts in answers:
+        judge_node(facts, ours)
 
 
 def judge_node(facts: Mapping[str, Any], ours: Mapping[str, str]) -> None:

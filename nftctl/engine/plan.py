@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nftctl import __version__
+from nftctl.engine.storage import Input
 from nftctl.errors import CheckpointUnusable, Difference, ResumeRefused, RewardFailed
 from nftctl.profile.adapter import denoiser_modules
 from nftctl.profile.artifacts import inspect_folder, pinned
@@ -38,6 +39,8 @@ class JobPlan:
     parent        where a fork came from, empty for every other run: run, run_id, checkpoint, step, changed values
     revisions     provider name -> the revision every reply must carry
     judges        the same of the providers that score evaluations alone, which are no part of the identity
+    restart       why the run is restarted by itself, in words; empty where a person began this attempt
+    again         it begins once more at step 0 in its own folder, because nothing of it was saved
     """
 
     profile: Profile
@@ -61,6 +64,8 @@ class JobPlan:
     judges: dict[str, str] = field(default_factory=dict)
     argv: list[str] = field(default_factory=list)
     parent: dict[str, Any] = field(default_factory=dict)
+    restart: str = ""
+    again: bool = False
 
     @property
     def nothing_to_do(self) -> bool:
@@ -105,10 +110,30 @@ class JobPlan:
             **({"parent": self.parent} if self.parent else {}),
         }
 
+    def inputs(self) -> list[Input]:
+        """Everything on disk that the ranks read, with the hash that it has here."""
+        model, held_out = self.profile.model, self.profile.eval.prompt_file
+        found = [
+            Input("base", "base", self.base, self.base_fingerprint),
+            Input("prompt file", "file", self.prompt_path, self.prompt_hash),
+        ]
+        if held_out:
+            path = resolve_prompt_file(held_out, "test")
+            found.append(Input("prompt file", "file", path, hashing.hash_file(path)))
+        for what, value in (("VAE", model.vae), ("tokenizer", model.tokenizer)):
+            if value:
+                found.append(Input(what, "folder", Path(value).expanduser(), _hash_folder(value)))
+        return found
+
     @property
     def continues(self) -> bool:
         """True for a run that goes on in its own folder."""
-        return self.resume_from is not None and not self.parent
+        return self.again or (self.resume_from is not None and not self.parent)
+
+    @property
+    def kept_through(self) -> int:
+        """The last step whose rows stay; what was seen before the first step is step 0."""
+        return -1 if self.again else self.state.step
 
 
 def _described(providers: Sequence[Provider], revisions: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -251,6 +276,41 @@ def plan_resume(
         resume_from=checkpoint,
     )
     _refuse_changes(manifest, plan)
+    refuse_other_scorers(plan.profile)
+    return plan
+
+
+def plan_again(
+    run: RunDirectory, resolved: Resolved, *, argv: Sequence[str] = (), note: hashing.Note = hashing.silent
+) -> JobPlan:
+    """The plan that begins a run once more that never had a checkpoint: the same run in the same folder, from step 0.
+
+    Raises ResumeRefused when the profile or a file is no longer what the run began with, CheckpointUnusable for a fork,
+    which begins elsewhere.
+    """
+    record = run.read_record()
+    if record.get("parent"):
+        raise CheckpointUnusable(
+            f"{run.path} is a fork without a checkpoint of its own", hint="fork it again: resume ... --fork NAME"
+        )
+    plan = _build(
+        resolved,
+        run_path=run.path,
+        run_id=str(record.get("run_id")),
+        total=_stored_total(run),
+        argv=argv,
+        note=note,
+        state=RunState(),
+        resume_from=None,
+        again=True,
+    )
+    found = identity.differences(record.get("identity_document", {}), plan.identity)
+    if found:
+        raise ResumeRefused(
+            f"{run.path}: the run's identity changed; beginning again would be a different run",
+            found,
+            hint="undo the change; or begin a new run: nftctl launch",
+        )
     refuse_other_scorers(plan.profile)
     return plan
 

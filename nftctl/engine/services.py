@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,9 @@ from nftctl.roles.reward import Endpoint
 
 TAKEN = ("std", "group_std", "failures")
 """Metrics `reward/<provider>/...` that are not components."""
+LOOPBACK = "127.0.0.1"
+OWN_TOKEN = "NFTCTL_EMBEDDED_TOKEN"
+"""The variable with the token of embedded services that other machines reach, made anew for each run."""
 START_TIMEOUT_S = 60.0
 """Seconds an embedded service may take to say where it listens."""
 
@@ -84,30 +89,41 @@ def component_names(services: Sequence[Service]) -> list[str]:
 
 @contextlib.contextmanager
 def embedded(
-    profile: Profile, revisions: Mapping[str, str], logs: Path, purpose: str = "reward"
+    profile: Profile, revisions: Mapping[str, str], logs: Path, purpose: str = "reward", host: str = LOOPBACK
 ) -> Iterator[dict[str, Service]]:
-    """Start every embedded provider on a free loopback port; they end with the block, and with this process.
+    """Start every embedded provider on a free port of `host`; they end with the block, and with this process.
 
-    Each has a log, `<purpose>_<name>.log`.
+    Each has a log, `<purpose>_<name>.log`. Other machines can reach it where `host` is no loopback address; it then
+    wants a token, the profile's or one that is in the environment for the time of the block.
     """
     running: list[subprocess.Popen[str]] = []
     try:
         services = {}
-        for p in profile.reward.providers:
-            if p.kind == "embedded":
-                process, url = _start(p, revisions[p.name], logs / f"{purpose}_{p.name}.log")
+        for given in profile.reward.providers:
+            if given.kind == "embedded":
+                p = given if host == LOOPBACK else _guarded(given)
+                process, url = _start(p, revisions[p.name], logs / f"{purpose}_{p.name}.log", host)
                 running.append(process)
                 services[p.name] = ask(Endpoint(p, url, revisions[p.name]), profile.reward)
         yield services
     finally:
         for process in running:
             _stop(process)
+        os.environ.pop(OWN_TOKEN, None)
 
 
-def _start(provider: Provider, revision: str, log: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", provider.scorer, "--port", "0"]
+def _guarded(provider: Provider) -> Provider:
+    if os.environ.get(provider.token_env):
+        return provider
+    os.environ.setdefault(OWN_TOKEN, secrets.token_hex(32))
+    return provider.model_copy(update={"token_env": OWN_TOKEN})
+
+
+def _start(provider: Provider, revision: str, log: Path, host: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", provider.scorer]
+    command += ["--host", host, "--port", "0"]
     # The service reads its token under the default name; the value is in the child's environment and nowhere else.
-    env = {k: v for k, v in os.environ.items() if k != "NFTCTL_REWARD_TOKEN"}
+    env = {k: v for k, v in os.environ.items() if k not in ("NFTCTL_REWARD_TOKEN", OWN_TOKEN)}
     if token := os.environ.get(provider.token_env, ""):
         env["NFTCTL_REWARD_TOKEN"] = token
     with log.open("ab") as sink:
@@ -138,7 +154,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:

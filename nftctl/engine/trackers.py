@@ -61,7 +61,7 @@ class Trackers:
         Every attempt is a run of its own at W&B and trackio, in the group of the run's id: what was taken back by going
         on from an older checkpoint stays where it is, and no step is sent to a tracker that is already beyond it.
         """
-        logging, values, step = plan.profile.logging, hyperparameters(plan.profile), plan.state.step
+        logging, values, step = plan.profile.logging, hyperparameters(plan.profile), plan.kept_through
         board = TensorBoard(run.path / "tensorboard", enabled=logging.tensorboard, warn=warn, keep_through=step)
         board.hyperparameters(values)
         attempt = (run.logs / "latest").resolve()

@@ -96,6 +96,7 @@ class Worker:
         self._peaks: dict[str, float] = {}
         self._saver: Any = None
         self._store: Any = None
+        self._address = ""
 
     # -- one world ----------------------------------------------------------------------------------------------
 
@@ -104,6 +105,19 @@ class Worker:
         import socket
 
         return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}
+
+    def wire(self, interface: str) -> None:
+        """Before `join`, where ranks are on several nodes: talk over `interface`, empty for the node's own."""
+        import socket
+
+        import ray
+
+        from nftctl.engine import interfaces
+
+        ip = ray.util.get_node_ip_address()
+        name, self._address = interfaces.choose(interfaces.addresses(), ip, interface, f"node {socket.gethostname()}")
+        interfaces.bind(name, asked=bool(interface))
+        log.info("rank %d talks over %s, %s", self.rank, name or "what its host's name resolves to", self._address)
 
     def settle(self, folder: Path, variables: dict[str, str]) -> None:
         """Work in the driver's folder and with these of its variables: a Ray that it only joined has its own."""
@@ -115,7 +129,7 @@ class Worker:
         import ray
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        host = self._address or (ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1")
         self._store = TCPStore(
             host, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
@@ -345,6 +359,10 @@ class Worker:
         return look(self)
 
     # -- the end --------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End this process at once: for a cluster that cannot do it any more."""
+        os._exit(0)
 
     def close(self) -> None:
         """Let go of connections; the process group goes with the process."""

@@ -118,7 +118,8 @@ class AdapterCopies(Copies):
         layers = adapters.lora_layers(self._denoiser).values()
         if self._base is None:
             weights = [layer.base_layer.weight for layer in layers]
-            self._base = sum(_square(_local(w)) / (1 if isinstance(w, DTensor) else world) for w in weights)
+            held = (shard.holders(w) if isinstance(w, DTensor) else world for w in weights)
+            self._base = sum(_square(_local(w)) / count for w, count in zip(weights, held, strict=True))
         return adapters.squared_update(self._denoiser, adapters.POLICY) / world, self._base
 
 

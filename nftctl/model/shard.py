@@ -1,5 +1,7 @@
 """FSDP2 over the denoiser: every base parameter a DTensor over all ranks, the adapters replicated beside it in float32.
 
+Or over groups of neighbouring ranks, each with the whole of it: gathers then stay within a group, and gradients of the
+base are added up within it and then over the groups.
 Owns the memory policy of the gathered weights, the count of all-gathers, and the one gradient reduction of a step.
 `gather-once` keeps the base whole between `gather` and `release`; `reshard` gathers each unit where it runs;
 `replicate-base` shards nothing. Prompt encoder and decoder stay outside. Every rank has to make the same calls in the
@@ -15,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -31,11 +33,28 @@ GATHERED_SHARE = 0.5
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def make_mesh(device: str, world: int, group: int | None) -> DeviceMesh:
+    """All ranks as one line, or as a table with a row for each shard group of `group` neighbours. Collective."""
+    if group is None or group == world:
+        return init_device_mesh(device, (world,))
+    if world % group:
+        raise ValueError(f"{world} ranks are no whole number of shard groups of {group}")
+    return init_device_mesh(device, (world // group, group), mesh_dim_names=("replicate", "shard"))
+
+
+def holders(parameter: Tensor) -> int:
+    """How many ranks hold the same part of a sharded parameter: one, or one in each shard group."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return 1 if mesh is None or mesh.ndim == 1 else mesh.size(0)
+
+
 class CountedAllGather:
-    """FSDP2's all-gather with a count of the collectives that were really launched."""
+    """FSDP2's all-gather with a count of the collectives that were really launched, and of the bytes that came by them
+    from other ranks."""
 
     def __init__(self) -> None:
         self.calls = 0
+        self.received = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -44,6 +63,7 @@ class CountedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.calls += 1
+        self.received += output_tensor.nbytes - input_tensor.nbytes
         work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
@@ -122,7 +142,8 @@ def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: t
         return "gather-once"
     here = sum(p.nbytes for p in denoiser.parameters() if p.is_cuda)
     free = torch.tensor(float(torch.cuda.mem_get_info()[0] + here), device=_device(mesh))
-    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.get_group(dimension))
     whole = sum(p.numel() * (compute or p.dtype).itemsize for p in denoiser.parameters())
     return "gather-once" if whole <= GATHERED_SHARE * float(free) else "reshard"
 
@@ -165,6 +186,11 @@ def end_step(denoiser: Denoiser) -> None:
     """Free what a step gathered, unless it is frozen: the next step would gather the same bits into the same room."""
     if denoiser.sharding is not None and not denoiser.sharding.frozen:
         release(denoiser)
+
+
+def received(denoiser: Denoiser) -> int:
+    """Bytes of the base that this rank has been sent by others so far."""
+    return 0 if denoiser.sharding is None else denoiser.sharding.all_gather.received
 
 
 def gathers(denoiser: Denoiser) -> int:

@@ -242,10 +242,11 @@ def _held_here(parameter: nn.Parameter) -> tuple[Tensor, slice]:
     if not isinstance(parameter, DTensor):
         return parameter.data, slice(None)
     placements, mesh = parameter.placements, parameter.device_mesh
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
+    if not placements[-1].is_shard(0) or not all(placement.is_replicate() for placement in placements[:-1]):
         raise ValueError(f"only rows over one dimension of ranks can be read, got {placements}")
-    rows = -(-parameter.shape[0] // mesh.size())  # as torch.chunk cuts them: the last ranks may hold fewer, or none
-    start = min(rows * mesh.get_local_rank(), parameter.shape[0])
+    last = mesh.ndim - 1  # any before it repeats the same rows in every shard group
+    rows = -(-parameter.shape[0] // mesh.size(last))  # as torch.chunk cuts them: the last ranks may hold fewer, or none
+    start = min(rows * mesh.get_local_rank(last), parameter.shape[0])
     return parameter.to_local(), slice(start, min(start + rows, parameter.shape[0]))
 
 

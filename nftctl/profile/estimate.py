@@ -155,7 +155,7 @@ def _trained(profile: Profile, size: Anatomy, numbers: int) -> Iterator[Part]:
 
 
 def _shards(profile: Profile, size: Anatomy) -> Iterator[Part]:
-    rl, cut = profile.rl, f"each tensor cut over {profile.ranks} ranks"
+    rl, cut = profile.rl, f"each tensor cut over {profile.shard_ranks} ranks"
     if profile.model.shard == "replicate-base":
         return
     if profile.model.train == "lora":
@@ -170,7 +170,7 @@ def _shards(profile: Profile, size: Anatomy) -> Iterator[Part]:
 def _sharded(profile: Profile, size: Anatomy, *, stored: bool = False) -> int:
     """Bytes of a rank's rows of every tensor; `stored` counts numbers that an optimizer moves, which are float32."""
     dtype = "float32" if stored else profile.model.dtype
-    rows = {name: (-(-shape[0] // profile.ranks), *shape[1:]) for name, shape in size.denoiser.items() if shape}
+    rows = {name: (-(-shape[0] // profile.shard_ranks), *shape[1:]) for name, shape in size.denoiser.items() if shape}
     return sum(tensor_bytes(name, shape, dtype, size.fp32) for name, shape in rows.items())
 
 

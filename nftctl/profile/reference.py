@@ -56,6 +56,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "advantage-bounds": ("rl.advantage_low", "rl.advantage_high"),
     "timestep-law": ("rl.train_t_range", "rl.timesteps_per_sample", "rl.uniform_timestep"),
     "ema-missing": ("eval.weights",),
+    "shard-group": ("grid.shard_group",),
     "shard-replicated": ("model.shard",),
     "fp8-not-whole": ("rl.rollout_precision", "model.shard"),
     "max-steps-missing": ("rl.max_steps",),

@@ -76,7 +76,18 @@ class Grid(Section):
     """Where ranks compute; `auto` takes GPUs when there are any."""
     address: str = "local"
     """`local` starts a private Ray, whatever `RAY_ADDRESS` says; `auto` joins the cluster of `RAY_ADDRESS`, else the
-    one that `ray start` noted on this machine; `HOST:PORT` joins that one. All ranks go to one node."""
+    one that `ray start` noted on this machine; `HOST:PORT` joins that one."""
+    strategy: Literal["pack", "spread"] = "pack"
+    """On a cluster: `pack` puts the ranks on as few nodes as have room, `spread` on all of them alike. Ranks of one
+    node are neighbours either way, and no result depends on it."""
+    interface: str = ""
+    """Network interface of every node that ranks talk over, such as `eth0` or `bond0`; empty: the one that has the
+    node's address in Ray."""
+    shard_group: Annotated[int, Field(ge=2)] | None = None
+    """Shard the base over groups of so many neighbouring ranks, each group with the whole of it, instead of over all
+    ranks: gathers then stay within a node whose ranks are a group. Must divide `rl.group_size`. Unset: one group."""
+    restart_wait_s: Positive = 900.0
+    """Longest wait of `launch --max-restarts` for room to go on, after a node or a rank was lost."""
     collective_timeout_s: Positive = 120.0
     """Seconds after which a collective that a rank does not join fails."""
 
@@ -425,3 +436,8 @@ class Profile(Section):
     def ranks(self) -> int:
         """World size: one rank per sample of a group."""
         return self.rl.group_size
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share one copy of the base."""
+        return self.grid.shard_group or self.ranks

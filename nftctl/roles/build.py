@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.model import adapters, compiled, fp8, recorded, shard
@@ -107,7 +107,7 @@ def build_roles(spec: Spec, *, rank: int, device: torch.device, control: dist.Pr
         seed=profile.rl.seed,
         unread=True,
     )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = shard.make_mesh(device.type, dist.get_world_size(), profile.grid.shard_group)
     lowered = _prepare_copies(family, profile, mesh, device)
     data = DataRole(
         read_prompts(spec.prompt_path),

@@ -24,6 +24,7 @@ OUTSIDE_SECTIONS = ("checkpoint", "logging", "samples", "eval", "alarms")
 
 OUTSIDE_KEYS = frozenset({
     "job.name", "job.run_dir", "rl.max_steps", "grid.address", "grid.collective_timeout_s",
+    "grid.strategy", "grid.interface", "grid.shard_group", "grid.restart_wait_s",
     "model.shard", "model.compile", "model.cuda_graphs", "model.gradient_checkpointing", "model.prompt_encoder",
     "reward.deadline_s", "reward.connect_timeout_s", "reward.read_timeout_s", "reward.retries",
     # Paths: the content hashes below stand in for them.
@@ -113,6 +114,9 @@ def identity_document(
     document["base.fingerprint"] = base_fingerprint
     document["model.vae_hash"] = vae_hash
     document["model.tokenizer_hash"] = tokenizer_hash
+    if profile["model"]["train"] == "full" and profile["grid"]["shard_group"]:
+        # Gradients of all weights are then added up in another order; a frozen base is only gathered.
+        document["grid.shard_group"] = profile["grid"]["shard_group"]
     if lora_modules is not None:
         document["model.lora.modules"] = dict(lora_modules)
     return dict(sorted(document.items()))

@@ -159,7 +159,7 @@ def test_what_a_cluster_is_and_lacks_is_told(tmp_path: Path, monkeypatch: pytest
     answers, (unfit,) = look_around(gpus, {})
     assert unfit.code == "ray-unfit"
     assert unfit.key == "grid.address"
-    assert "4 ranks need 4 CPU, 4 GPU on one node" in unfit.message
+    assert "4 ranks need 4 CPU, 4 GPU (rl.group_size = 4)" in unfit.message
     assert answers.gpus["visible"] == 2
 
 

@@ -18,7 +18,6 @@ import pytest
 from nftctl.engine import cluster as cluster_module
 from nftctl.engine.cluster import (
     Cluster,
-    Node,
     choose_device,
     find_cluster,
     look_at,
@@ -27,6 +26,7 @@ from nftctl.engine.cluster import (
     resolve,
     token_at_hand,
 )
+from nftctl.engine.seats import Node, seat, told
 from nftctl.errors import EnvironmentUnfit
 from nftctl.profile.schema import Grid, Profile
 
@@ -36,7 +36,7 @@ OURS = (version("ray"), platform.python_version())
 def node(cpus: float, gpus: float = 0, *, held: tuple[float, float] = (0, 0), **others: Any) -> Node:
     values = {"host": "h", "ip": "10.0.0.1", "here": True, "python": "/opt/py/bin/python", **others}
     free = {"CPU": cpus - held[0], "GPU": gpus - held[1]}
-    return Node(total={"CPU": cpus, "GPU": gpus}, free=free, **values)
+    return Node(total={"CPU": cpus, "GPU": gpus}, free=free, **{"id": f"id of {values['ip']}", **values})
 
 
 def a_cluster(*nodes: Node, ray: str = OURS[0], python: str = OURS[1], holders: tuple[str, ...] = ()) -> Cluster:
@@ -161,7 +161,7 @@ def test_a_cluster_without_a_node_here_cannot_be_joined() -> None:
     ],
 )
 def test_room_on_one_node_is_enough(device: str, nodes: list[Node]) -> None:
-    refuse_unfit(a_cluster(*nodes), Grid(device=device), 4)
+    assert refuse_unfit(a_cluster(*nodes), Grid(device=device), 4).seats == (nodes[-1],) * 4
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,8 @@ def test_room_on_one_node_is_enough(device: str, nodes: list[Node]) -> None:
     [
         ("cpu", [node(3)]),
         ("cpu", [node(8, held=(5, 0))]),
-        ("cpu", [node(2), node(2)]),  # all ranks are on one node
+        ("cpu", [node(2), node(1, ip="10.0.0.2")]),
+        ("cuda", [node(8, 3), node(8, 8, ip="10.0.0.2", held=(8, 0))]),  # GPUs, and no CPU to go with them
         ("cuda", [node(8)]),
         ("auto", [node(8, 2)]),  # not on the CPU: there are GPUs
         ("auto", [node(8, 8, held=(0, 5))]),
@@ -181,12 +182,58 @@ def test_no_room_is_told_with_what_is_needed_free_and_held(device: str, nodes: l
         refuse_unfit(a_cluster(*nodes, holders=holders), Grid(device=device), 4)
     needed = "4 CPU, 0 GPU" if device == "cpu" else "4 CPU, 4 GPU"
     first = nodes[0]
-    assert f"4 ranks need {needed} on one node" in caught.value.message
+    assert f"4 ranks need {needed} (rl.group_size = 4)" in caught.value.message
     assert (
         f"{first.free['CPU']:g} CPU, {first.free['GPU']:g} GPU free of {first.total['CPU']:g} CPU"
         in caught.value.message
     )
     assert f"held by {holders[0]}" in caught.value.message
+
+
+# -- which node each rank gets ----------------------------------------------------------------------------------------
+
+
+def ips(seats: tuple[Node, ...]) -> list[str]:
+    """The last number of each rank's address."""
+    return [seat.ip.rpartition(".")[2] for seat in seats]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "free", "ranks", "group", "expected"),
+    [
+        ("pack", {2: 4, 1: 4}, 4, None, "1111"),  # this machine's node before another
+        ("pack", {2: 9, 3: 4}, 4, None, "3333"),  # the tightest fit, where this machine has no node with room
+        ("pack", {1: 2, 2: 1, 3: 3}, 4, None, "1333"),  # the fewest nodes, in the order of their addresses
+        ("pack", {1: 1, 2: 1, 3: 1, 10: 1}, 4, None, ["1", "2", "3", "10"]),  # by number and not by letters
+        ("spread", {2: 4, 1: 4}, 4, None, "1122"),
+        ("spread", {1: 1, 2: 8}, 4, None, "1222"),
+        ("spread", {3: 9, 1: 9, 2: 9}, 4, None, "1123"),
+        ("spread", {1: 9, 2: 9, 3: 9}, 2, None, "12"),
+        ("pack", {1: 3, 2: 3}, 4, 2, "1122"),  # and not 1112: that would tear a group
+        ("spread", {1: 9, 2: 9, 3: 9}, 4, 2, "1122"),
+        ("pack", {1: 3, 2: 1}, 4, 2, "1112"),  # torn, since there is no other room
+        ("pack", {1: 1, 2: 2}, 4, None, ""),
+    ],
+)
+def test_seats(strategy: Any, free: dict[int, int], ranks: int, group: int | None, expected: Any) -> None:
+    nodes = [node(cpus, ip=f"10.0.0.{n}", here=n == 1) for n, cpus in free.items()]
+    found = seat(nodes, {"CPU": 1.0}, ranks, strategy, group)
+    assert ips(found) == list(expected)
+    assert found == seat(nodes[::-1], {"CPU": 1.0}, ranks, strategy, group)  # in whatever order Ray lists them
+
+
+def test_seats_are_told_with_torn_groups() -> None:
+    first, second = node(9, host="a"), node(9, ip="10.0.0.2", host="b")
+    assert told((first, first, second, second), 2) == "ranks 0-1 on 10.0.0.1 (a), 2-3 on 10.0.0.2 (b)"
+    torn = told((first, first, first, second), 2)
+    assert torn.startswith("ranks 0-2 on 10.0.0.1 (a), 3 on 10.0.0.2 (b); no room for whole shard groups: ranks 2-3 ")
+
+
+def test_a_run_on_several_nodes_knows_how_it_is_reached() -> None:
+    here, there = node(1, ip="10.0.0.5"), node(1, ip="10.0.0.2", here=False)
+    seated = refuse_unfit(a_cluster(there, here), Grid(device="cpu"), 2)
+    assert (ips(seated.seats), seated.only_here, seated.our_ip) == (["2", "5"], False, "10.0.0.5")
+    assert refuse_unfit(a_cluster(there, node(2)), Grid(device="cpu"), 2).only_here
 
 
 # -- disk -----------------------------------------------------------------------------------------------------------

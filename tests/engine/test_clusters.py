@@ -115,7 +115,7 @@ def test_no_room_is_refused_before_anything_is_created(theirs: Head, tmp_path: P
     result = launch(tmp_path, *more, "--json", **theirs.env)
     assert result.returncode == 8, result.stderr
     error = json.loads(result.stdout)["error"]["message"]
-    assert "4 ranks need 4 CPU, 4 GPU on one node" in error
+    assert "4 ranks need 4 CPU, 4 GPU (rl.group_size = 4)" in error
     assert "4 CPU, 2 GPU free of 5 CPU, 3 GPU" in error
     assert f"held by actor tenant (pid {before['tenant'][0]})" in error
     assert list(tmp_path.iterdir()) == []

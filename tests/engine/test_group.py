@@ -14,6 +14,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from nftctl.engine import group as group_module
 from nftctl.engine.group import Group, _Failures
+from nftctl.engine.lost import RanksLost
+from nftctl.engine.seats import Node
 from nftctl.errors import CheckpointUnusable, RewardFailed, TrainingFailed
 
 
@@ -89,6 +91,45 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     call.group = group  # type: ignore[attr-defined]
     return call
+
+
+NODES = [
+    Node(host, ip, host == "a", "", {}, {}, id=f"id {host}")
+    for host, ip in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "10.0.0.2"))
+]
+HERE = "`train` (pid 101 on node 10.0.0.2 (b))"
+WAITED = "within the 0 s that ranks wait for each other (late: [1, 2])"
+
+
+@pytest.mark.parametrize(
+    ("died", "dead", "said"),
+    [
+        (True, {"id b": "no health"}, f"rank 1 died in {HERE}: node 10.0.0.2 (b) is gone, with ranks 1-2: no health"),
+        (True, {}, f"rank 1 died in {HERE}: its process ended without an exception"),
+        (False, {"id a": "x"}, f"rank 1 did not finish {HERE} {WAITED}: node 10.0.0.1 (a) is gone, with rank 0: x"),
+    ],
+)
+def test_a_lost_node_is_named_with_its_ranks(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, died: bool, dead: dict[str, str], said: str
+) -> None:
+    asked: list[set[str]] = []
+    monkeypatch.setattr(group_module, "dead_nodes", lambda ids: asked.append(ids) or dead)
+    ranks.group._seats = tuple(NODES)
+    with pytest.raises(RanksLost) as caught:
+        ranks([("a", "first"), ("b", DIED)] if died else [("a", "first")])
+    assert caught.value.message == said
+    assert asked == [{"id a", "id b"}]
+    assert not ranks.group.whole
+
+
+@pytest.mark.parametrize(
+    ("failure", "lost"),
+    [(DIED, True), (ECHO, True), (LATE, True), (SAVE, True), (ODD, False), (OURS, False), (REWARD, False)],
+)
+def test_only_what_another_attempt_may_outlive_is_a_loss(ranks: Any, failure: BaseException, lost: bool) -> None:
+    with pytest.raises((TrainingFailed, RewardFailed)) as caught:
+        ranks([("a", failure), ("b", failure), ("c", failure)])
+    assert isinstance(caught.value, RanksLost) == lost
 
 
 def test_answers_come_in_rank_order(ranks: Any) -> None:

@@ -47,6 +47,29 @@ def bright(**changes: Any) -> Profile:
 REVISION = {"bright": scorer_revision("brightness")}
 
 
+def test_a_service_that_other_machines_reach_wants_a_token_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NFTCTL_REWARD_TOKEN", raising=False)
+    with embedded(bright(), REVISION, tmp_path, host="127.0.0.2") as started:
+        endpoint = started["bright"].endpoint
+        token = os.environ[services.OWN_TOKEN]
+        assert endpoint.url.startswith("http://127.0.0.2:")
+        assert endpoint.provider.token_env == services.OWN_TOKEN
+        assert len(token) == 64
+        (pid,) = services_of(os.getpid())
+        assert token not in " ".join(psutil.Process(pid).cmdline())
+        assert ask(endpoint, bright().reward).components == ("red", "green", "blue")
+        os.environ[services.OWN_TOKEN] = "another"
+        with pytest.raises(RewardFailed, match="HTTP 401"):
+            ask(endpoint, bright().reward)
+    assert services.OWN_TOKEN not in os.environ
+    monkeypatch.setenv("NFTCTL_REWARD_TOKEN", "the-profiles-own")
+    with embedded(bright(), REVISION, tmp_path, host="127.0.0.2") as started:
+        assert services.OWN_TOKEN not in os.environ
+        assert started["bright"].endpoint.provider.token_env == "NFTCTL_REWARD_TOKEN"
+
+
 def services_of(pid: int) -> set[int]:
     """Reward services that the process started and that still run."""
     return {p.pid for p in psutil.Process(pid).children() if "reward-serve" in p.cmdline()}

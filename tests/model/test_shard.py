@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +35,11 @@ CASES = {
     "two resharding": (2, "reshard", "float32"),
     "four": (4, "gather-once", "float32"),
     "four resharding": (4, "reshard", "bfloat16"),
+    "two by two": (4, "gather-once", "float32"),
+    "two by two resharding": (4, "reshard", "bfloat16"),
 }
+GROUPED = {"two by two": 2, "two by two resharding": 2}
+"""Cases whose ranks shard in groups of so many."""
 PROMPTS = [[5, 9, 250, 3], [4], [299, 0, 13]]
 
 
@@ -91,11 +97,13 @@ def member(rank: int, folder: str) -> None:
     """Every case in turn, each in the part of this world that has its size; results go to `folder`."""
     for name, (size, policy, dtype) in CASES.items():
         mesh = init_device_mesh("cpu", (WORLD // size, size), mesh_dim_names=("apart", "together"))["together"]
+        if name in GROUPED:
+            mesh = shard.make_mesh("cpu", WORLD, GROUPED[name])
         write_result(Path(folder), f"{name} {rank}", run_case(mesh, policy, getattr(torch, dtype)))
 
 
 def run_case(mesh: DeviceMesh, policy: str, dtype: torch.dtype) -> dict[str, Any]:
-    rank = mesh.get_local_rank()
+    rank = dist.get_rank() if mesh.ndim > 1 else mesh.get_local_rank()
     denoiser, cache = fresh(dtype)
     shard.shard_denoiser(denoiser, mesh, policy)
     result: dict[str, Any] = {"policy": denoiser.sharding.policy if denoiser.sharding else ""}
@@ -111,7 +119,7 @@ def run_case(mesh: DeviceMesh, policy: str, dtype: torch.dtype) -> dict[str, Any
         counts.append(shard.gathers(denoiser))
         result["own_grads"] = train(denoiser, cache, rank)
         counts.append(shard.gathers(denoiser))
-        shard.reduce_gradients(policy_parameters.values(), mesh.get_group())
+        shard.reduce_gradients(policy_parameters.values(), None if mesh.ndim > 1 else mesh.get_group())
     result["recorded"] = dict(collectives(recorded))
     result["mean_grads"] = {n: p.grad.clone() for n, p in policy_parameters.items() if p.grad is not None}
     torch.optim.SGD(policy_parameters.values(), lr=0.1).step()
@@ -121,6 +129,7 @@ def run_case(mesh: DeviceMesh, policy: str, dtype: torch.dtype) -> dict[str, Any
     shard.release(denoiser)
     result["sharded_again"] = all(isinstance(p, DTensor) for n, p in denoiser.named_parameters() if "lora_" not in n)
     result["counts"] = counts
+    result["received"] = shard.received(denoiser)
     return result
 
 
@@ -172,7 +181,7 @@ def test_a_sharded_denoiser_is_the_whole_one(results: dict[str, list[dict[str, A
 def test_the_base_is_sharded_whole_and_the_adapters_are_replicated(
     results: dict[str, list[dict[str, Any]]], case: str
 ) -> None:
-    size = CASES[case][0]
+    size = GROUPED.get(case, CASES[case][0])
     denoiser, _ = fresh(torch.float32)
     base = {n: p.numel() for n, p in denoiser.named_parameters() if "lora_" not in n}
     for seen in results[case]:
@@ -180,7 +189,8 @@ def test_the_base_is_sharded_whole_and_the_adapters_are_replicated(
         assert len(seen["replicated"]) == 2 * 2 * TARGETS
         assert set(seen["replicated"].values()) == {"torch.float32"}
     for name, whole in base.items():
-        assert sum(seen["local"][name] for seen in results[case][:size]) == whole
+        for first in range(0, len(results[case]), size):
+            assert sum(seen["local"][name] for seen in results[case][first : first + size]) == whole
 
 
 def test_uneven_sizes_leave_a_shorter_last_shard(results: dict[str, list[dict[str, Any]]]) -> None:
@@ -206,6 +216,31 @@ def test_all_gathers_are_counted_as_torch_records_them(results: dict[str, list[d
             # Three forwards; then four more and, backwards, at least every layer twice.
             assert (gathered, rolled) == (0, 3 * UNITS)
             assert trained >= rolled + 4 * UNITS + 2 * 3
+
+
+@pytest.mark.parametrize(("case", "size"), [("four", 4), ("two by two", 2)])
+def test_what_is_gathered_comes_from_the_shard_group_alone(
+    results: dict[str, list[dict[str, Any]]], case: str, size: int
+) -> None:
+    denoiser, _ = fresh(torch.float32)
+    base = [tuple(p.shape) for n, p in denoiser.named_parameters() if "lora_" not in n]
+    rows = [-(-shape[0] // size) * math.prod(shape[1:]) for shape in base]  # of each other rank, filled up
+    assert {seen["received"] for seen in results[case]} == {(size - 1) * 4 * sum(rows)}
+
+
+def test_shard_groups_change_no_bit(results: dict[str, list[dict[str, Any]]]) -> None:
+    for grouped, plain in (("two by two", "four"), ("two by two resharding", "four resharding")):
+        for mine, theirs in zip(results[grouped], results[plain], strict=True):
+            for what in ("rollout", "own_grads", "mean_grads", "after_step"):
+                pairs = [(mine[what], theirs[what])]
+                if isinstance(mine[what], dict):
+                    pairs = [(mine[what][name], theirs[what][name]) for name in theirs[what]]
+                assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_ranks_that_are_no_whole_number_of_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 ranks are no whole number of shard groups of 3"):
+        shard.make_mesh("cpu", 4, 3)
 
 
 def test_an_unsharded_denoiser_gathers_nothing() -> None:

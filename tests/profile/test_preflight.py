@@ -43,6 +43,9 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("group-size", "rl.group_size", {"rl.group_size": 0}),
     ("grid-address", "grid.address", {"grid.address": "ray://head:10001"}),
     ("grid-address", "grid.address", {"grid.address": "head"}),
+    ("shard-group", "grid.shard_group", {"grid.shard_group": 3}),
+    ("shard-group", "grid.shard_group", {"grid.shard_group": 8}),
+    ("shard-group", "grid.shard_group", {"grid.shard_group": 2, "model.shard": "replicate-base"}),
     ("shard-replicated", "model.shard", {"model.shard": "replicate-base", "model.train": "full"}),
     ("fp8-not-whole", "rl.rollout_precision", {"model.shard": "reshard", "rl.rollout_precision": "fp8"}),
     ("role-shape", "grid.ranks", {"grid.ranks": 8}),
@@ -346,6 +349,7 @@ BROKEN: dict[str, object] = {
     "grid.gpu_placement": "split",
     "grid.gpus_per_role": 4,
     "grid.address": "ray://head",
+    "grid.shard_group": 2,
     "grid.ranks": 8,
     "model.height": 520,
     "model.vae": "nowhere",
@@ -491,8 +495,8 @@ def test_a_checkpoint_needs_no_vae_where_the_contract_s_latents_are_pixels(load:
 def test_the_unknown_contract_lists_the_supported_ones(load: Callable) -> None:
     (finding,) = check(load({"rl.profile": "tiny_t2i", "model.vae": "base/vae"}))
     assert finding.help == (
-        "did you mean tiny_t2i_cpu? supported: tiny_t2i_cpu, cosmos3_nft_t2i_public, cosmos3_nft_t2i_public_2gpu, "
-        "cosmos3_nft_t2i_public_4gpu, sd35m_nft_paper, sd35m_nft_paper_2gpu"
+        "did you mean tiny_t2i_cpu? supported: tiny_t2i_cpu, scenes_t2i_cpu, cosmos3_nft_t2i_public, "
+        "cosmos3_nft_t2i_public_2gpu, cosmos3_nft_t2i_public_4gpu, sd35m_nft_paper, sd35m_nft_paper_2gpu"
     )
 
 

@@ -69,6 +69,23 @@ def _role_shape(facts: Facts) -> Iterator[Problem]:
         yield Problem("grid.shapes", message, f"grid.shapes = {wanted}, or remove the key")
 
 
+def _shard_group(facts: Facts) -> Iterator[Problem]:
+    group, ranks = facts.profile.grid.shard_group, facts.profile.rl.group_size
+    if group is None:
+        return
+    if ranks % group:
+        divisors = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        message = f"grid.shard_group = {group} does not divide the {ranks} ranks of rl.group_size"
+        yield Problem("grid.shard_group", message, f"take {_listed(divisors)}, or remove the key")
+    elif facts.profile.model.shard == "replicate-base":
+        message = f'grid.shard_group = {group} shards the base, and model.shard = "replicate-base" keeps it whole'
+        yield Problem("grid.shard_group", message, "remove one of them")
+
+
+def _listed(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers)) or "no group"
+
+
 def _replicated(facts: Facts) -> Iterator[Problem]:
     model = facts.profile.model
     if model.shard == "replicate-base" and model.train == "full":
@@ -95,6 +112,7 @@ RULES = (
         _address,
     ),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
+    Rule("shard-group", "Shard groups are of one size, and something is sharded over them.", _shard_group),
     Rule("shard-replicated", "Only a frozen base is replicated.", _replicated),
     Rule("fp8-not-whole", "What is quantised is whole.", _fp8),
 )

@@ -1,0 +1,210 @@
+"""`--max-restarts N`: a run whose attempts are processes of their own, each but the first a resume of the one before.
+
+Owns what counts as a loss that another attempt may outlive: a rank, a node or a head that went away, or a driver that
+was ended from outside. Everything else ends the run as it would without this option. Waits for room, for a time that it
+says, and never longer. Signals go on to the attempt, so a run that is asked to stop saves and stops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from nftctl.cli.completion import runs_folder
+from nftctl.cli.console import Console
+from nftctl.cli.signals import SIGNALS
+from nftctl.errors import EnvironmentUnfit, ExitCode, UsageRefused
+from nftctl.profile.schema import Profile
+
+PAUSE_S = 5.0
+"""Seconds between two looks for room."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
+def launch(
+    console: Console,
+    argument: str | None,
+    sets: Sequence[str],
+    flags: Mapping[str, object],
+    *,
+    auto_resume: bool,
+    restarts: int,
+) -> NoReturn:
+    """`nftctl launch` in a process of its own; ends this one with the last attempt's exit code."""
+    from nftctl.engine.plan import run_folder_name
+    from nftctl.profile.load import find_profile, load_profile
+
+    if argument == "-":
+        raise UsageRefused("--max-restarts reads the profile more than once", hint="give it as a file and not as `-`")
+    path, _ = find_profile(argument, os.environ, Path.cwd())
+    given = {key: value for key, value in flags.items() if value is not None}
+    resolved = load_profile(path, sets=sets, flags=given)
+    name = run_folder_name(resolved)
+    words = ["launch", *([argument] if argument else []), *_settings(sets), "--name", name]
+    if flags.get("rl.max_steps") is not None:
+        words += ["--steps", str(flags["rl.max_steps"])]
+    if flags.get("job.run_dir") is not None:
+        words += ["--run-dir", str(flags["job.run_dir"])]
+    words += ["--auto-resume"] if auto_resume else []
+    run = Path(resolved.profile.job.run_dir).expanduser() / name
+    _end(console, Attempts(console, run, resolved.profile, restarts).go(words))
+
+
+def resume(
+    console: Console, target: str, steps: int | None, sets: Sequence[str], *, fork: str | None, restarts: int
+) -> NoReturn:
+    """`nftctl resume` in a process of its own; ends this one with the last attempt's exit code."""
+    from nftctl.profile.load import load_resolved
+    from nftctl.run.directory import find_checkpoint
+
+    if fork is not None:
+        raise UsageRefused(
+            "--max-restarts goes on with a run, and --fork begins one",
+            hint="fork without it, then: nftctl resume NAME --max-restarts N",
+        )
+    run, _ = find_checkpoint(target, runs_folder())
+    resolved = load_resolved(run.read_resolved(), name=run.name, text="", sets=sets, env=os.environ)
+    words = ["resume", target, *_settings(sets), *([] if steps is None else ["--steps", str(steps)])]
+    _end(console, Attempts(console, run.path, resolved.profile, restarts, _settings(sets)).go(words))
+
+
+def _settings(sets: Sequence[str]) -> list[str]:
+    return [word for value in sets for word in ("--set", value)]
+
+
+def _end(console: Console, code: int) -> NoReturn:
+    raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one run. `settings` are options that every resume of it repeats."""
+
+    console: Console
+    run: Path
+    profile: Profile
+    restarts: int
+    settings: Sequence[str] = ()
+    spoken: list[str] = field(default_factory=list)
+    stopped: int = 0
+    child: subprocess.Popen[str] | None = None
+
+    def go(self, first: Sequence[str]) -> int:
+        """Make the first attempt, and as many more as are needed and allowed; the exit code of the last."""
+        with self._handing_on():
+            code = self._all(first)
+        sys.stdout.write("".join(self.spoken[-1:]))
+        sys.stdout.flush()
+        return code
+
+    def _all(self, first: Sequence[str]) -> int:
+        before, used = self._attempt(), 0
+        code = self._try(first)
+        while (reason := self._lost(code, before)) and used < self.restarts and not self.stopped:
+            used += 1
+            self.console.warn(f"{reason}; restart {used} of {self.restarts}")
+            before, code = self._attempt(), self._restart(reason)
+        if self.stopped and code not in (ExitCode.OK, 128 + self.stopped):
+            return 128 + self.stopped  # between two attempts, or in one that was lost as well
+        if reason:
+            self.console.say(f"no restart is left of {self.restarts}")
+        return code
+
+    def _restart(self, reason: str) -> int:
+        """Wait for room, then go on; a place that turns out unfit after all is waited for again."""
+        limit = self.profile.grid.restart_wait_s
+        end, code = time.monotonic() + limit, int(ExitCode.ENVIRONMENT)
+        while code == ExitCode.ENVIRONMENT and not self.stopped and self._room(end, limit):
+            code = self._try(["resume", str(self.run), *self.settings, "--restart", reason])
+            if code == ExitCode.ENVIRONMENT:
+                self._sleep(end)
+        return code
+
+    def _room(self, end: float, limit: float) -> bool:
+        from nftctl.engine.cluster import find_cluster
+
+        said = ""
+        while not self.stopped:
+            try:
+                find_cluster(self.profile, os.environ, lambda text: None)
+                return True
+            except EnvironmentUnfit as unfit:
+                if not said:
+                    self.console.say(f"waiting for room, {limit:.0f} s at the most: {unfit.message}")
+                said = unfit.message
+                if time.monotonic() >= end:
+                    self.console.error(f"no room to go on within {limit:.0f} s: {said}", unfit.hint)
+                    return False
+                self._sleep(end)
+        return False
+
+    def _sleep(self, end: float) -> None:
+        until = min(end, time.monotonic() + PAUSE_S)
+        while not self.stopped and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def _attempt(self) -> str:
+        """Name of the newest attempt's folder; empty before the first."""
+        try:
+            return (self.run / "logs" / "latest").readlink().name
+        except OSError:
+            return ""
+
+    def _lost(self, code: int, before: str) -> str:
+        """Why another attempt may do better, in words; empty when it would not, or none was made."""
+        from nftctl.engine.lost import read_loss
+
+        now = self._attempt()
+        if not now or now == before:
+            return ""
+        if code == ExitCode.TRAINING and (loss := read_loss(self.run / "logs" / now)):
+            return loss.message
+        return f"the process of the run was ended by {signal.Signals(-code).name}" if code < 0 else ""
+
+    def _try(self, words: Sequence[str]) -> int:
+        options = [*(["--json"] if self.console.json else []), *(["--quiet"] if self.console.quiet else [])]
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "nftctl", *words, *options],
+            stdout=subprocess.PIPE,
+            text=True,
+            # Signals of a terminal or a supervisor reach this process alone, which hands on each of them once.
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        out, _ = self.child.communicate()
+        code, self.child = self.child.returncode, None
+        self.spoken.append(out)
+        return code
+
+    @contextmanager
+    def _handing_on(self) -> Iterator[None]:
+        def hand_on(signum: int, frame: FrameType | None) -> None:
+            self.stopped = signum
+            if self.child is not None:
+                self.child.send_signal(signum)
+
+        former = {signum: signal.signal(signum, hand_on) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
+
+
+def _end_with_parent() -> None:
+    """In the attempt's process: save and stop when the process that would hand signals on is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
