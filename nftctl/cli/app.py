@@ -12,16 +12,18 @@ from typing import Annotated
 
 import typer
 
-from nftctl.cli import bench_command, completion, model_commands, report_command, watch_command
+from nftctl.cli import bench_command, completion, model_commands, report_command, submit_command, watch_command
 from nftctl.cli.options import (
     CheckpointArgument,
     DryRunOption,
     JsonOption,
     ProfileArgument,
     QuietOption,
+    RestartsOption,
     SetOption,
     refuse_empty,
 )
+from nftctl.cli.words import Program
 from nftctl.errors import UsageRefused
 
 COMMANDS = (
@@ -37,8 +39,10 @@ COMMANDS = (
     "sample",
     "convert",
     "bench",
+    "bench learning",
     "report",
     "watch",
+    "submit",
 )
 
 EXIT_CODES = """\b
@@ -57,6 +61,7 @@ Exit codes:
 
 app = typer.Typer(
     name="nftctl",
+    cls=Program,
     # Plain help: no boxes, and rich is not imported for it.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -141,6 +146,7 @@ def launch(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="Go on with the run of this name if it has a checkpoint.")
     ] = False,
+    max_restarts: RestartsOption = 0,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -151,6 +157,10 @@ def launch(
 
     flags = {"rl.max_steps": steps, "job.name": name, "job.run_dir": None if run_dir is None else str(run_dir)}
     console = Console(json=json, quiet=quiet)
+    if max_restarts and not dry_run:
+        from nftctl.cli.restarts import launch as supervised
+
+        supervised(console, profile, sets or [], flags, auto_resume=auto_resume, restarts=max_restarts)
     command(console, profile, sets or [], flags, dry_run=dry_run, auto_resume=auto_resume)
 
 
@@ -171,6 +181,8 @@ def resume(
         str | None,
         typer.Option("--fork", metavar="NAME", help="Begin a new run from this checkpoint; the profile may change."),
     ] = None,
+    max_restarts: RestartsOption = 0,
+    restart: Annotated[str, typer.Option("--restart", hidden=True)] = "",
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -179,7 +191,12 @@ def resume(
     from nftctl.cli.console import Console
     from nftctl.cli.job import resume as command
 
-    command(Console(json=json, quiet=quiet), checkpoint, steps, sets or [], dry_run=dry_run, fork=fork)
+    console = Console(json=json, quiet=quiet)
+    if max_restarts and not dry_run:
+        from nftctl.cli.restarts import resume as supervised
+
+        supervised(console, checkpoint, steps, sets or [], fork=fork, restarts=max_restarts)
+    command(console, checkpoint, steps, sets or [], dry_run=dry_run, fork=fork, restart=restart)
 
 
 @app.command(
@@ -362,3 +379,4 @@ app.add_typer(model_commands.commands)
 app.add_typer(bench_command.commands)
 app.add_typer(report_command.commands)
 app.add_typer(watch_command.commands)
+app.add_typer(submit_command.commands)

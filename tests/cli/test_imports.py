@@ -55,6 +55,12 @@ def modules(folder: Path, *arguments: str, env: dict[str, str] | None = None) ->
         (("profiles",), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
         (("profiles", "--schema"), ("aiohttp", "rich", "filelock", "numpy", "tree_sitter")),
         (("init",), ("aiohttp", "rich", "filelock")),
+        (("submit", "--help"), LIGHT),
+        (("submit", "--to", "slurm"), ("aiohttp", "rich", "filelock")),
+        (
+            ("submit", "--to", "kubernetes", "--image", "i", "--volume", "v:/v"),
+            ("aiohttp", "rich", "filelock", "yaml"),
+        ),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -80,6 +86,7 @@ def test_what_commands_do_not_import(tmp_path: Path, arguments: tuple[str, ...],
         (("bench", "--set", "rl.beta=-1"), 3),
         (("bench", "--write-base", "nothing", "out"), 2),
         (("reward-ping", "--url", "http://127.0.0.1:1"), 4),
+        (("submit", "--status", "x", "--address", "http://127.0.0.1:1"), 8),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -97,6 +104,7 @@ def test_refusals_do_not_load_the_engine(tmp_path: Path, arguments: tuple[str, .
         ("nftctl validate --set rl.", 3),
         ("nftctl la", 1),
         ("nftctl init --from t", 3),
+        ("nftctl submit --to ", 3),
     ],
 )
 def test_completion_imports_little(tmp_path: Path, words: str, count: int) -> None:

@@ -19,10 +19,24 @@ SURFACE = {
     "": (["--install-completion", "--json", "--show-completion", "--version"], []),
     "validate": (["--json", "--memory", "--online", "--rules", "--set", "--show-resolved"], ["PROFILE"]),
     "launch": (
-        ["--auto-resume", "--dry-run", "--json", "--name", "--quiet", "--run-dir", "--set", "--steps", "-q"],
+        [
+            "--auto-resume",
+            "--dry-run",
+            "--json",
+            "--max-restarts",
+            "--name",
+            "--quiet",
+            "--run-dir",
+            "--set",
+            "--steps",
+            "-q",
+        ],
         ["PROFILE"],
     ),
-    "resume": (["--dry-run", "--fork", "--json", "--quiet", "--set", "--steps", "-q"], ["CHECKPOINT"]),
+    "resume": (
+        ["--dry-run", "--fork", "--json", "--max-restarts", "--quiet", "--set", "--steps", "-q"],
+        ["CHECKPOINT"],
+    ),
     "inspect-checkpoint": (["--diff", "--json", "--tensors", "--verify"], ["CHECKPOINT"]),
     "reward-ping": (
         [
@@ -76,8 +90,54 @@ SURFACE = {
         ],
         ["PROFILE"],
     ),
+    "bench learning": (
+        [
+            "--budget",
+            "--jobs",
+            "--json",
+            "--methods",
+            "--output",
+            "--profile",
+            "--quiet",
+            "--samples",
+            "--seeds",
+            "--set",
+            "--trials",
+            "-q",
+        ],
+        [],
+    ),
     "report": (["--compare", "--json", "--output"], ["RUN"]),
     "watch": (["--json", "--once"], ["RUN"]),
+    "submit": (
+        [
+            "--address",
+            "--cpus-per-node",
+            "--dry-run",
+            "--follow",
+            "--gpus-per-node",
+            "--grace",
+            "--image",
+            "--json",
+            "--logs",
+            "--max-restarts",
+            "--memory-per-node",
+            "--name",
+            "--namespace",
+            "--output",
+            "--run-dir",
+            "--sbatch",
+            "--secret",
+            "--set",
+            "--setup",
+            "--status",
+            "--steps",
+            "--stop",
+            "--to",
+            "--volume",
+        ],
+        ["PROFILE"],
+    ),
 }
 """Command -> options and arguments; every command has -h and --help besides."""
 
@@ -126,6 +186,7 @@ def test_help_names_every_option_and_shows_examples(tmp_path: Path, command: str
     assert all(name in answer.stdout for name in (*options, *arguments, "-h, --help"))
     assert f"  nftctl {command}" in answer.stdout.split("Examples:")[1]
     assert "--parent-pid" not in answer.stdout
+    assert "--await-nodes" not in answer.stdout
 
 
 def test_the_short_help_option_and_the_exit_codes(tmp_path: Path) -> None:
@@ -227,6 +288,8 @@ KEYS = {
     ("bench", "--set", "nonsense"): ["error"],
     ("report", "nowhere"): ["error"],
     ("watch", "nowhere", "--once"): ["error"],
+    ("submit", "--to", "slurm"): ["dry_run", "submission"],
+    ("submit", "--to", "nowhere"): ["error"],
 }
 """Command line -> keys of its JSON object besides those of every object; none of these writes anything."""
 
