@@ -167,11 +167,12 @@ class Group:
             ready = self._next(list(left), timeout)
             if not ready:
                 break
-            rank = left.pop(ready[0])
-            try:
-                answers[rank] = ray.get(ready[0])
-            except Exception as error:
-                failures.by_rank[rank] = error
+            for reference in ready:
+                rank = left.pop(reference)
+                try:
+                    answers[rank] = ray.get(reference)
+                except Exception as error:
+                    failures.by_rank[rank] = error
             patience = GRACE_S if failures.by_rank else self._timeout_s
             deadline = time.monotonic() + patience if deadline is None or failures.by_rank else deadline
         late = sorted(left.values())
@@ -188,18 +189,19 @@ class Group:
         return [answers[rank] for rank in sorted(answers)]
 
     def _next(self, references: list[Any], timeout: float | None) -> list[Any]:
-        """The next reference that is ready, or none within `timeout`. RanksLost when the cluster's head goes silent."""
-        import ray
+        """What is ready next and whatever is ready with it; nothing when that is not within `timeout`.
 
+        Raises RanksLost when the cluster's head goes silent.
+        """
         if self._head is None:
-            return list(ray.wait(references, num_returns=1, timeout=timeout)[0])
+            return _ready(references, timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LOOK_S if end is None else min(LOOK_S, max(0.0, end - time.monotonic()))
-            ready, _ = ray.wait(references, num_returns=1, timeout=left)
+            ready = _ready(references, left)
             self._head.look()
             if ready or (end is not None and time.monotonic() >= end):
-                return list(ready)
+                return ready
 
     def _blame(self, failures: _Failures, method: str) -> None:
         rank, error = failures.worst()
@@ -277,6 +279,15 @@ class Group:
             if member["host"] == os.uname().nodename and _is_rank_process(member["pid"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member["pid"], signal.SIGKILL)
+
+
+def _ready(references: list[Any], timeout: float | None) -> list[Any]:
+    """Wait for one, and take all that are there by then: a wait looks at every reference that it is given."""
+    import ray
+
+    ready, rest = ray.wait(references, num_returns=1, timeout=timeout)
+    more = ray.wait(rest, num_returns=len(rest), timeout=0)[0] if ready and rest else []
+    return [*ready, *more]
 
 
 def _is_rank_process(pid: int) -> bool:

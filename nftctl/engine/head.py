@@ -25,8 +25,8 @@ ASK_S = 5.0
 
 
 abandoned = False
-"""Whether this process left a cluster whose head is gone. Ray then cannot take its leave: it would wait for the head, and
-crash in the end, so the process has to end without its exit handlers."""
+"""Whether this process left a cluster whose head is gone. Ray then cannot take its leave: it would wait for that head
+and crash in the end, so the process has to end without its exit handlers."""
 
 
 class HeadWatch:

@@ -56,7 +56,7 @@ class Job(Section):
 
 
 class Grid(Section):
-    """Placement of the one actor group. The defaults are the only accepted topology."""
+    """Placement of the one actor group: its shape, which is fixed, and where its ranks are."""
 
     backend: str = "ray"
     """Process backend; must be `ray`."""

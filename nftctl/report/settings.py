@@ -102,6 +102,10 @@ def _facts(run: RunFacts) -> Iterator[tuple[str, object]]:
     if isinstance(parent, Mapping) and parent:
         yield "forked from", _code(f"{parent.get('run')} at step {parent.get('step')}")
     yield "attempts", f"{len(run.attempts)}" + (" (resumed)" if len(run.attempts) > 1 else "")
+    restarts = record.get("restarts")
+    if isinstance(restarts, list) and restarts and isinstance(restarts[-1], Mapping):
+        last = restarts[-1]
+        yield "restarts by itself", f"{len(restarts)}, the last from step {last.get('step')}: {last.get('reason')}"
     yield "folder", _code(run.path)
 
 

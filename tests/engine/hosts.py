@@ -112,6 +112,16 @@ class Host:
             assert time.monotonic() < end, said
             time.sleep(0.05)
 
+    def wait_for_head(self) -> None:
+        """Until the head of a cluster listens here, which is some seconds before its node runs."""
+        table, end = Path(f"/proc/{self.init}/net/tcp"), time.monotonic() + 60
+        # Local address and state of each socket in hexadecimal; 0A is listening.
+        while f":{PORT:04X} 00000000:0000 0A " not in table.read_text() + Path(f"{table}6").read_text().replace(
+            "0" * 24, ""
+        ):
+            assert time.monotonic() < end, (self.folder / "out").read_text()
+            time.sleep(0.05)
+
     def processes(self, part: str) -> list[psutil.Process]:
         """Processes of this host whose command line holds `part`."""
         found = []
@@ -224,9 +234,9 @@ def cluster(*cpus: int) -> Iterator[list[Host]]:
     """Hosts with one node each of one Ray cluster; the first is its head."""
     with hosts(len(cpus)) as made:
         made[0].start_ray(made[0], cpus[0])
-        made[0].wait_for_ray()
+        made[0].wait_for_head()
         for host, count in zip(made[1:], cpus[1:], strict=True):
             host.start_ray(made[0], count)
-        for host in made[1:]:
+        for host in made:
             host.wait_for_ray()
         yield made

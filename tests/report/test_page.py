@@ -166,6 +166,14 @@ def test_a_resumed_run_counts_its_attempts_and_checkpoints(tmp_path: Path) -> No
     assert cells[cells.index("step_000020.partial") + 2] == "cut off"
 
 
+def test_a_run_that_went_on_by_itself_says_how_often_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "restarts by itself" not in page_of(run).visible
+    entries = [{"step": 0, "reason": "rank 1 died"}, {"step": 40, "reason": "node <b> is gone"}]
+    run.run_json.write_text(json.dumps(run.read_record() | {"restarts": entries}))
+    assert "2, the last from step 40: node <b> is gone" in page_of(run).visible
+
+
 def test_compared_runs_share_their_charts_and_show_what_differs(tmp_path: Path) -> None:
     one = full_run(tmp_path, "one")
     two = make_run(tmp_path, "two", sets=["optimizer.lr=0.002"])
