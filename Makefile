@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint format types completions docs base clean
+.PHONY: help demo test soak check lint format types completions docs base scenes clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -53,6 +53,9 @@ docs: $(VENV)/.dev  ## Write the reference page, the JSON Schema and the README'
 
 base: $(VENV)/.dev  ## Pretrain the embedded base and its scorer anew (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m nftctl.model.tiny.recipe
+
+scenes: $(VENV)/.dev  ## Pretrain the base of the scenes anew (minutes on a GPU)
+	$(BIN)/python -m nftctl.model.scenes.recipe --device cuda
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -17,8 +17,8 @@ commands = typer.Typer(rich_markup_mode=None)
     epilog="""\b
 Examples:
   nftctl submit profile.toml --to ray --address http://head:8265 --run-dir /shared/runs --follow
-  nftctl submit profile.toml --to slurm --name first --sbatch "--partition=gpu" --output first.sbatch
-  nftctl submit profile.toml --to kubernetes --image nftctl:0.1 --volume runs:/data --output first.yaml
+  nftctl submit profile.toml --to slurm --sbatch "--partition=gpu" --output first.sbatch
+  nftctl submit profile.toml --to kubernetes --image nftctl:1 --volume runs:/data --output a.yaml
   nftctl submit --status raysubmit_a1 --json | jq -r .job.status
   nftctl submit --logs raysubmit_a1 --follow
   nftctl submit --stop raysubmit_a1"""

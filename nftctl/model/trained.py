@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nftctl.errors import CheckpointUnusable
-from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_BASE, is_folder, local
+from nftctl.profile.artifacts import EMBEDDED_SETS, embedded_set, is_folder, local
 from nftctl.profile.prompts import base_folder
 from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
 from nftctl.run.directory import RunDirectory
@@ -144,12 +144,18 @@ def open_trained(folder: Path) -> Trained:
 
 def public_name(init_from: str) -> str:
     """A base's name for others: a hub id, or the last part of a path; never where it lies on this machine."""
-    if init_from == EMBEDDED:
-        return "nftctl's embedded tiny base"
+    folder = embedded_set(init_from)
+    if folder is not None:
+        return _embedded_name(folder)
     folder = local(init_from)
     if not is_folder(folder) and "@" in init_from:
         return init_from
     cached = _HUB_SNAPSHOT.search(str(folder.absolute()))
     if cached:
         return f"{cached['name'].replace('--', '/')}@{cached['commit']}"
-    return "nftctl's embedded tiny base" if folder == EMBEDDED_BASE else folder.absolute().name
+    packaged = folder.parent in EMBEDDED_SETS.values() and folder.name == "base"
+    return _embedded_name(folder.parent) if packaged else folder.absolute().name
+
+
+def _embedded_name(folder: Path) -> str:
+    return f"nftctl's embedded {folder.name} base"

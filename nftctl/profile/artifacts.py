@@ -19,7 +19,12 @@ from nftctl.tensorfile import STEM, weight_files
 
 PACKAGE = Path(__file__).parent.parent
 EMBEDDED = "embedded"
-EMBEDDED_BASE = PACKAGE / "model" / "tiny" / "base"
+"""What a profile says to mean the packaged set of its own contract; resolving names it: `embedded:scenes`."""
+EMBEDDED_SETS = {"digits": PACKAGE / "model" / "tiny", "scenes": PACKAGE / "model" / "scenes"}
+"""Packaged sets of a base and its prompts, name -> folder."""
+EMBEDDED_SET = "digits"
+"""The set that a bare `embedded` means where no contract says otherwise."""
+EMBEDDED_BASE = EMBEDDED_SETS[EMBEDDED_SET] / "base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +141,22 @@ def _lacks(folder: Path) -> str:
 
 def hub_id(value: str) -> HubId | None:
     """The hub id that `rl.init_from` is, unless there is a file or folder of that name."""
-    return HubId.parse(value) if value != EMBEDDED and not exists(local(value)) else None
+    return HubId.parse(value) if embedded_set(value) is None and not exists(local(value)) else None
 
 
 def base_place(value: str) -> Path:
     """The folder that `rl.init_from` names: the packaged base, a local one, or a snapshot in the cache of downloads."""
-    if value == EMBEDDED:
-        return EMBEDDED_BASE
+    packaged = embedded_set(value)
+    if packaged is not None:
+        return packaged / "base"
     hub = hub_id(value)
     return (hub.cached() if hub else None) or local(value)
+
+
+def embedded_set(value: str) -> Path | None:
+    """The folder of the packaged set that a value names, `embedded` or `embedded:NAME`; None for anything else."""
+    word, _, name = value.partition(":")
+    return EMBEDDED_SETS.get(name if value != EMBEDDED else EMBEDDED_SET) if word == EMBEDDED else None
 
 
 def pinned(value: str) -> str:

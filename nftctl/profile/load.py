@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.profile.artifacts import bundled_profiles
+from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_SET, bundled_profiles
 from nftctl.profile.diagnose import Places, arrange, printable, unknown_variable
 from nftctl.profile.keys import locate, parse
 from nftctl.profile.layers import Layers
 from nftctl.profile.origins import Origin
 from nftctl.profile.schema import Profile
 from nftctl.profile.sources import PREFIX, SPECIAL, SourceRefused, TomlSource, VariableSource, parse_value
+from nftctl.profile.t2i import T2I_PROFILES
 
 __all__ = ["Origin", "Resolved", "bundled_profiles", "find_profile", "load_profile", "load_resolved"]
 
@@ -142,7 +143,26 @@ def _finish(layers: Layers, draft: Resolved) -> Resolved:
     if profile is None:
         places = Places(draft.texts)
         raise ProfileRefused(arrange(map(places.finding, layers.faults), [str(draft.path), *draft.texts]))
-    return replace(draft, profile=profile, origins=layers.origins())
+    return replace(draft, profile=_name_embedded(profile), origins=layers.origins())
+
+
+def _name_embedded(profile: Profile) -> Profile:
+    """The profile with a bare `embedded` said in full where its contract has another packaged set than the usual.
+
+    A run's record then says by itself which base and prompts it had.
+    """
+    contract = T2I_PROFILES.get(profile.rl.profile)
+    if contract is None or contract.embedded in ("", EMBEDDED_SET):
+        return profile
+    named = f"{EMBEDDED}:{contract.embedded}"
+    rl, data, evaluation = profile.rl, profile.data, profile.eval
+    if rl.init_from == EMBEDDED:
+        rl = rl.model_copy(update={"init_from": named})
+    if data.prompt_file == EMBEDDED:
+        data = data.model_copy(update={"prompt_file": named})
+    if evaluation.prompt_file == EMBEDDED:
+        evaluation = evaluation.model_copy(update={"prompt_file": named})
+    return profile.model_copy(update={"rl": rl, "data": data, "eval": evaluation})
 
 
 def _read_chain(path: Path, layers: Layers, texts: dict[str, str]) -> list[tuple[dict[str, Any], Origin]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.profile.artifacts import EMBEDDED, PACKAGE, base_place, local
+from nftctl.profile.artifacts import base_place, embedded_set, local
 from nftctl.profile.jsonable import unfit
 
 MISSING, INVALID = "prompt-file-missing", "prompt-file-invalid"
@@ -36,7 +36,8 @@ class Prompt:
 
 def resolve_prompt_file(value: str, split: Literal["train", "test"]) -> Path:
     """The file that `data.prompt_file` (train) or `eval.prompt_file` (test) names."""
-    return PACKAGE / "model" / "tiny" / f"prompts_{split}.txt" if value == EMBEDDED else local(value)
+    packaged = embedded_set(value)
+    return packaged / f"prompts_{split}.txt" if packaged is not None else local(value)
 
 
 def base_folder(value: str) -> Path:

@@ -84,6 +84,8 @@ class T2iProfile:
     text_parts: tuple[tuple[str, str], ...] = ()
     """Folders of the base's text encoders, each with that of its tokenizer; empty: the transformer reads tokens itself,
     and VAE and tokenizer may come from elsewhere."""
+    embedded: str = ""
+    """The packaged set of base and prompts that `embedded` means in a profile of this name; empty: it has none."""
     shifts: tuple[tuple[int, float], ...] = ()
     """(short side in pixels, sampler shift) that the family was trained with; empty: not known."""
 
@@ -148,6 +150,21 @@ def _cosmos3(name: str) -> T2iProfile:
     )
 
 
+def _embedded(name: str, packaged: str, *, side: int) -> T2iProfile:
+    # Made for one size on a CPU, of pixels, with a tokenizer that knows the words of its prompts only.
+    return T2iProfile(
+        name,
+        "cosmos3",
+        "Cosmos3OmniTransformer",
+        sides=(side, side, side),
+        lora=COSMOS3_LORA,
+        dtypes=("float32",),
+        templates=False,
+        needs_vae=False,
+        embedded=packaged,
+    )
+
+
 def _sd35_medium(name: str) -> T2iProfile:
     # Sixteen pixels are a patch; 256 to 1440 are the sizes of its training. Its scheduler shifts by 3 at every size.
     return T2iProfile(
@@ -169,16 +186,8 @@ def _sd35_medium(name: str) -> T2iProfile:
 T2I_PROFILES: dict[str, T2iProfile] = {
     profile.name: profile
     for profile in (
-        T2iProfile(
-            "tiny_t2i_cpu",
-            "cosmos3",
-            "Cosmos3OmniTransformer",
-            sides=(8, 8, 8),
-            lora=COSMOS3_LORA,
-            dtypes=("float32",),
-            templates=False,
-            needs_vae=False,
-        ),
+        _embedded("tiny_t2i_cpu", "digits", side=8),
+        _embedded("scenes_t2i_cpu", "scenes", side=32),
         _cosmos3("cosmos3_nft_t2i_public"),
         _cosmos3("cosmos3_nft_t2i_public_2gpu"),
         _cosmos3("cosmos3_nft_t2i_public_4gpu"),

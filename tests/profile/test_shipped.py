@@ -30,7 +30,7 @@ VARIABLES = {
 
 def operator_values(name: str) -> dict[str, str]:
     """Key -> code of what a profile leaves to the operator. A Stable Diffusion base brings its own VAE."""
-    if name == "tiny_t2i_cpu":
+    if T2I_PROFILES[name].embedded:
         return {}
     return {key: code for key, code in OPERATOR.items() if key != "model.vae" or name.startswith("cosmos3")}
 
@@ -40,6 +40,7 @@ def test_which_profiles_ship() -> None:
         "cosmos3_nft_t2i_public",
         "cosmos3_nft_t2i_public_2gpu",
         "cosmos3_nft_t2i_public_4gpu",
+        "scenes_t2i_cpu",
         "sd35m_nft_paper",
         "sd35m_nft_paper_2gpu",
         "tiny_t2i_cpu",

@@ -79,7 +79,8 @@ def test_empty_images_and_noise_are_nothing():
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for image in (draw([]), np.zeros((3, 5, 3), np.uint8), noise):
         ((value, parts),) = SCORER.score([image], ["a red circle"], [{}])
-        assert (value, parts) == (0.0, {"found": 0.0, "count": 0.0, "place": 1.0, "strict": 0.0})
+        assert value == pytest.approx(0, abs=1e-9)
+        assert parts == pytest.approx({"found": 0.0, "count": 0.0, "place": 1.0, "strict": 0.0}, abs=1e-7)
 
 
 def test_no_shape_is_not_the_nearest_shape():

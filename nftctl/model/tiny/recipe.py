@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransfo
 from torch import Tensor
 
 from nftctl.model.cosmos3 import split
-from nftctl.model.tiny.data import prompt, read_halves, split_prompts, training_batch
+from nftctl.model.tiny.data import WORDS, prompt, read_halves, split_prompts, training_batch
 from nftctl.model.tiny.tokenizer import VOCABULARY, build_tokenizer, prompt_tokens
 
 PLACE = Path(__file__).parent
@@ -119,7 +119,7 @@ def follow(mean: torch.nn.Module, now: torch.nn.Module, keep: float) -> None:
     torch._foreach_lerp_(list(mean.parameters()), list(now.parameters()), 1 - keep)
 
 
-def save_base(stock: Cosmos3OmniTransformer, folder: Path) -> None:
+def save_base(stock: Cosmos3OmniTransformer, folder: Path, words: Sequence[str] = WORDS) -> None:
     """Write the base in diffusers layout: model_index.json, transformer/ (bfloat16), scheduler/, tokenizer/."""
     folder.mkdir(parents=True, exist_ok=True)
     transformer: Any = copy.deepcopy(stock)
@@ -128,7 +128,7 @@ def save_base(stock: Cosmos3OmniTransformer, folder: Path) -> None:
     transformer.save_pretrained(folder / "transformer")
     scheduler: Any = UniPCMultistepScheduler(**SCHEDULER)
     scheduler.save_pretrained(folder / "scheduler")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
+    build_tokenizer(words).save_pretrained(folder / "tokenizer")
     index = {
         "_class_name": "Cosmos3OmniPipeline",
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],

@@ -8,6 +8,7 @@ would draw something in silence. The empty prompt is the unconditional one.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,7 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from nftctl.model.tiny.data import WORDS
 
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>")
-VOCABULARY = {token: n for n, token in enumerate((*SPECIAL, *WORDS))}
+
+
+def vocabulary(words: Sequence[str]) -> dict[str, int]:
+    """Token -> id: the special ones first, then the words in their order."""
+    return {token: n for n, token in enumerate((*SPECIAL, *words))}
+
+
+VOCABULARY = vocabulary(WORDS)
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -35,19 +43,19 @@ TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 21 tokens: "a red seven" becomes `<|im_start|> a red seven`; the pipeline adds two more."""
-    words = Tokenizer(WordLevel(VOCABULARY))
-    words.pre_tokenizer = WhitespaceSplit()
+def build_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words: "a red seven" becomes `<|im_start|> a red seven`; the pipeline adds two more."""
+    by_word = Tokenizer(WordLevel(vocabulary(words)))
+    by_word.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=by_word,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
         additional_special_tokens=["<|vision_start|>"],
         model_max_length=64,
     )
-    tokenizer.chat_template = "{%- set WORDS = " + json.dumps(WORDS) + " -%}\n" + TEMPLATE
+    tokenizer.chat_template = "{%- set WORDS = " + json.dumps(words) + " -%}\n" + TEMPLATE
     return tokenizer
 
 

@@ -57,6 +57,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
     "jpeg_compressibility": partial(_load, "jpeg_compressibility"),
     "jpeg_incompressibility": partial(_load, "jpeg_incompressibility"),
     "colour_shape": partial(_load, "colour_shape"),
+    "scenes": partial(_load, "scenes"),
     "ocr": partial(_load, "ocr"),
     "clip_score": partial(_load, "clip_score"),
     "pickscore": partial(_load, "pickscore"),

@@ -31,6 +31,8 @@ ROUND = 1.2
 """How much longer than wide a circle or square may be before it counts against it."""
 
 _ANGLES = np.deg2rad(np.arange(-12, 13, 3))
+_SIDES = -np.array([[np.cos(a), np.sin(a)] for a in (0, 2 * np.pi / 3, -2 * np.pi / 3)]).T
+"""Outward directions of a triangle's sides, one a column; its first corner lies on the first axis."""
 
 
 def lab(rgb: npt.NDArray[np.generic] | Floats) -> Floats:
@@ -51,7 +53,8 @@ PALETTE: Floats = lab(np.array(list(COLOURS.values())))
 
 def nearest_colour(image: npt.NDArray[np.generic] | Floats) -> npt.NDArray[np.int64]:
     """Index into `COLOURS` of every sRGB pixel [..., 3]."""
-    return np.asarray(_distance(lab(image)).argmin(axis=-1))
+    # Of the squared distance only what differs between names.
+    return np.asarray(((PALETTE**2).sum(axis=-1) - 2 * lab(image) @ PALETTE.T).argmin(axis=-1))
 
 
 def colour_odds(rgb: Floats) -> dict[str, float]:
@@ -93,22 +96,14 @@ def _circle(xy: Floats, pixel: float) -> float:
 
 def _square(xy: Floats, pixel: float) -> float:
     # A side of sqrt(12); the farthest pixel is a corner, which fixes the turn up to pixel noise.
-    half = np.sqrt(3)
-    best = 0.0
-    for angle in _farthest(xy) - np.pi / 4 + _ANGLES:
-        u = _turned(xy, angle)
-        best = max(best, float((np.abs(u) <= half).all(axis=1).sum()))
-    return _overlap(best, pixel, len(xy), 12.0)
+    inside = (np.abs(_turned(xy, _farthest(xy) - np.pi / 4 + _ANGLES)) <= np.sqrt(3)).all(axis=-1)
+    return _overlap(float(inside.sum(axis=-1).max()), pixel, len(xy), 12.0)
 
 
 def _triangle(xy: Floats, pixel: float) -> float:
     # Equilateral with side sqrt(24); its three sides are sqrt(2) from the middle, opposite the corners.
-    best = 0.0
-    for angle in _farthest(xy) + _ANGLES:
-        u = _turned(xy, angle)
-        sides = [-(u @ np.array([np.cos(a), np.sin(a)])) <= np.sqrt(2) for a in (0, 2 * np.pi / 3, -2 * np.pi / 3)]
-        best = max(best, float(np.logical_and.reduce(sides).sum()))
-    return _overlap(best, pixel, len(xy), 6 * np.sqrt(3))
+    inside = (_turned(xy, _farthest(xy) + _ANGLES) @ _SIDES <= np.sqrt(2)).all(axis=-1)
+    return _overlap(float(inside.sum(axis=-1).max()), pixel, len(xy), 6 * np.sqrt(3))
 
 
 def _overlap(inside: float, pixel: float, count: int, outline: float) -> float:
@@ -121,6 +116,7 @@ def _farthest(xy: Floats) -> float:
     return float(np.arctan2(y, x))
 
 
-def _turned(xy: Floats, angle: float) -> Floats:
-    c, s = np.cos(angle), np.sin(angle)
-    return np.asarray(xy @ np.array([[c, -s], [s, c]]))
+def _turned(xy: Floats, angles: Floats) -> Floats:
+    """Points [n, 2] as seen from axes turned by each of the angles [k]: [k, n, 2]."""
+    c, s = np.cos(angles), np.sin(angles)
+    return np.asarray(xy @ np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2))
