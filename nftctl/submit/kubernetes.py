@@ -139,4 +139,7 @@ def _secret_command(kubectl: str, tokens: Sequence[str], secret: str) -> str:
     if not tokens or not secret:
         return ""
     keys = " ".join(f"--from-file={shlex.quote(printable(variable))}=TOKEN_FILE" for variable in tokens)
-    return f"#   the secret        {kubectl} create secret generic {secret} {keys}"
+    return (
+        f"#   the secret        {kubectl} create secret generic {secret} {keys}\n"
+        "#                     (a newline at the file's end would be part of the token: printf %s, and not echo)"
+    )

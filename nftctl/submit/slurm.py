@@ -56,11 +56,16 @@ def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: W
             "extra": "\n".join(f"#SBATCH {line}" for line in wishes.directives),
             "folder": shlex.quote(wishes.folder),
             "tokens": " | ".join(map(shlex.quote, tokens or ["NFTCTL_REWARD_TOKEN"])),
-            "setup": "\n".join(wishes.setup),
+            "setup": _relaxed(wishes.setup),
             "profile": profile.rstrip("\n"),
             "mark": mark_outside(profile),
         },
     )
+
+
+def _relaxed(lines: Sequence[str]) -> str:
+    """The lines of --setup, which may read variables that nobody set, as scripts that activate an environment do."""
+    return "\n".join(["set +u", *lines, "set -u"]) if lines else ""
 
 
 def refuse_broken_line(option: str, line: str) -> None:

@@ -25,6 +25,7 @@ PROGRAMS = {
     "scontrol": """
         printf 'scontrol %s\\n' "$*" >> "$STUBS/calls"
         if [ "$1 $2" = "show hostnames" ]; then printf '%s\\n' "$3" | tr , '\\n'; fi
+        if [ "$1 $2" = "show job" ] && [ -e "$STUBS/job" ]; then cat "$STUBS/job"; fi
         if [ "$1" = requeue ] && [ -e "$STUBS/no-requeue" ]; then exit 1; fi
     """,
     "ray": """

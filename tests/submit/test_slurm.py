@@ -104,6 +104,19 @@ def test_the_next_attempt_is_the_same_command(stubs: Stubs) -> None:
     assert (stubs.folder / "profile-1.toml").read_text() == (stubs.folder / "profile-0.toml").read_text()
 
 
+@pytest.mark.parametrize(("state", "requeued"), [("CANCELLED", False), ("RUNNING", True)])
+def test_a_job_that_was_cancelled_is_not_requeued(stubs: Stubs, state: str, requeued: bool) -> None:
+    stubs.say(job=f"JobId=77 JobName=x\n   JobState={state} Reason=None\n")
+    assert stubs.interrupt(make(), signal.SIGTERM)[0] == 143
+    assert ("scontrol requeue 77" in stubs.calls) is requeued
+
+
+def test_lines_of_setup_may_read_what_is_not_set(stubs: Stubs) -> None:
+    assert stubs.run(make(setup=['export HEARD="$NEVER_SET_BY_ANYBODY"x', "export LATER=y"]))[0] == 0
+    environment = (stubs.folder / "environment").read_text().splitlines()
+    assert {"HEARD=x", "LATER=y"} <= set(environment)
+
+
 def test_sigint_saves_and_ends(stubs: Stubs) -> None:
     assert stubs.interrupt(make(), signal.SIGINT)[0] == 143
     assert (stubs.calls.count("heard"), stubs.calls.count("saved")) == (1, 1)
