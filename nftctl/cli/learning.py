@@ -51,11 +51,12 @@ def learning(console: Console, argument: str | None, sets: Sequence[str], wishes
     from nftctl.profile.load import EMBEDDED_DEFAULT
     from nftctl.run.outfolder import refuse_taken
 
-    output = Path(tempfile.mkdtemp(prefix="nftctl-learning-")) if wishes.output is None else wishes.output
-    refuse_taken(output)
+    if wishes.output is not None:
+        refuse_taken(wishes.output)
     resolved, warnings = load_checked(console, EMBEDDED_DEFAULT if argument is None else argument, sets, {})
     with StopSignals():
         document = _compare(console, resolved, wishes)
+    output = Path(tempfile.mkdtemp(prefix="nftctl-learning-")) if wishes.output is None else wishes.output
     _write(document, output)
     _print(console, document)
     console.say(f"figures, tables and curves: {output}")
