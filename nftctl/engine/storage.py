@@ -7,7 +7,6 @@ the driver's. A clock that is off is only said: nothing that is computed depends
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from nftctl.engine.seats import Node
 from nftctl.errors import CheckpointUnusable, EnvironmentUnfit
 from nftctl.run import hashing
+from nftctl.run.disk import atomic_write
 
 ANSWER_S = 60.0
 """Longest wait for a node's word on the folder; it starts a process there."""
@@ -56,14 +56,9 @@ def hash_of(kind: Kind, path: Path) -> str:
 
 def leave(folder: Path, name: str) -> dict[str, Any]:
     """Write a mark into the folder as checkpoints are written: aside, to the disk, then to its name."""
-    text, path = secrets.token_hex(16), folder / f"{MARK}{name}"
-    partial = path.with_name(f"{path.name}.partial")
+    text = secrets.token_hex(16)
     try:
-        with partial.open("x") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.rename(path)
+        atomic_write(folder / f"{MARK}{name}", text.encode())
     except OSError as error:
         return {"fault": f"cannot write there: {error.strerror or error}"}
     return {"text": text}
