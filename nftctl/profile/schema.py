@@ -121,8 +121,9 @@ class Rl(Section):
     profile: str = ""
     """Named text-to-image contract; required for images, empty for video."""
     init_from: str = ""
-    """Base weights: `embedded`, a diffusers folder, a DCP folder of safetensors beside a transformer/config.json, or a
-    hub id `org/name@revision`, which is read from the local cache and pinned to its commit."""
+    """Base weights: `embedded` (the packaged base of the profile's contract; `embedded:digits` and `embedded:scenes`
+    name one), a diffusers folder, a DCP folder of safetensors beside a transformer/config.json, or a hub id
+    `org/name@revision`, which is read from the local cache and pinned to its commit."""
     init_keys_to_skip_loading: list[str] = []
     """Substrings of parameter names that keep their seeded initialisation at a fresh launch."""
     group_size: int = 4
