@@ -18,6 +18,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nftctl.model.scenes.autoencoder import AutoencoderRecipe, decode, encode, save, train
+from nftctl.model.scenes.drawing import draw, wanted
 from nftctl.model.scenes.recipe import Progress, Recipe, pretrain, sample
 from nftctl.model.scenes.words import split_scenes
 from nftctl.reward.scorers import load_scorer
@@ -46,6 +48,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=Recipe.iterations)
     parser.add_argument("--batch", type=int, default=Recipe.batch)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--pool", type=int, default=Recipe.pool, help="pictures drawn of each scene")
+    parser.add_argument("--wrong", type=float, default=Recipe.wrong, help="share of captions with a wrong word")
+    parser.add_argument("--autoencoder-iterations", type=int, default=AutoencoderRecipe.iterations)
     parser.add_argument("--every", type=int, default=100, help="iterations between two lines about the loss")
     parser.add_argument("--at", type=int, nargs="+", required=True, help="iterations of the snapshots")
     parser.add_argument("--pictures", type=int, default=320, help="drawn for the reward of each")
@@ -63,13 +68,30 @@ def main() -> None:
         stem = options.out / f"{progress.iteration:06d}"
         weights = {n: v.to(torch.bfloat16).cpu().contiguous() for n, v in progress.mean.state_dict().items()}
         save_file(weights, stem.with_suffix(".safetensors"))
-        free, guided = (sample(progress.mean, prompts, options.device, guidance=g, seed=7) for g in (1.0, 3.0))
-        save_grid(torch.cat((free[:64], guided[:64])), stem.with_suffix(".png"))
-        scores = [reward(pictures, prompts) for pictures in (free, guided)]
+        made = [sample(progress.mean, vae, prompts, options.device, guidance=g, seed=7) for g in (1.0, 3.0)]
+        save_grid(torch.cat([pictures[:64] for pictures in made]), stem.with_suffix(".png"))
+        scores = [reward(pictures, prompts) for pictures in made]
         print(f"snapshot {progress.iteration}: reward {scores[0]:.3f} at guidance 1, {scores[1]:.3f} at 3", flush=True)
 
-    recipe = Recipe(iterations=options.iterations, batch=options.batch, seed=options.seed)
-    pretrain(recipe, options.device, report=report, every=options.every, recorded=not options.eager)
+    def say(iteration: int, loss: float) -> None:
+        if iteration % 1000 == 0:
+            print(f"autoencoder, iteration {iteration}: loss {loss:.4f}", flush=True)
+
+    vae = train(
+        AutoencoderRecipe(iterations=options.autoencoder_iterations), options.device, say, recorded=not options.eager
+    )
+    save(vae, options.out / "vae")
+    clock = torch.Generator(options.device).manual_seed(5)
+    drawn = draw(wanted(split_scenes().rl, options.device), clock)
+    print(f"drawn scenes score {reward(decode(vae, encode(vae, drawn)), rl):.3f} when encoded and decoded", flush=True)
+    recipe = Recipe(
+        iterations=options.iterations,
+        batch=options.batch,
+        pool=options.pool,
+        seed=options.seed,
+        wrong=options.wrong,
+    )
+    pretrain(recipe, vae, options.device, report=report, every=options.every, recorded=not options.eager)
 
 
 if __name__ == "__main__":

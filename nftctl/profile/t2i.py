@@ -150,8 +150,8 @@ def _cosmos3(name: str) -> T2iProfile:
     )
 
 
-def _embedded(name: str, packaged: str, *, side: int) -> T2iProfile:
-    # Made for one size on a CPU, of pixels, with a tokenizer that knows the words of its prompts only.
+def _embedded(name: str, packaged: str, *, side: int, vae: bool) -> T2iProfile:
+    # Made for one size on a CPU, with a tokenizer that knows the words of its prompts only.
     return T2iProfile(
         name,
         "cosmos3",
@@ -160,7 +160,7 @@ def _embedded(name: str, packaged: str, *, side: int) -> T2iProfile:
         lora=COSMOS3_LORA,
         dtypes=("float32",),
         templates=False,
-        needs_vae=False,
+        needs_vae=vae,
         embedded=packaged,
     )
 
@@ -186,8 +186,8 @@ def _sd35_medium(name: str) -> T2iProfile:
 T2I_PROFILES: dict[str, T2iProfile] = {
     profile.name: profile
     for profile in (
-        _embedded("tiny_t2i_cpu", "digits", side=8),
-        _embedded("scenes_t2i_cpu", "scenes", side=32),
+        _embedded("tiny_t2i_cpu", "digits", side=8, vae=False),
+        _embedded("scenes_t2i_cpu", "scenes", side=32, vae=True),
         _cosmos3("cosmos3_nft_t2i_public"),
         _cosmos3("cosmos3_nft_t2i_public_2gpu"),
         _cosmos3("cosmos3_nft_t2i_public_4gpu"),

@@ -1,29 +1,33 @@
 """Makes the embedded base of the scenes: `python -m nftctl.model.scenes.recipe --device cuda`, minutes on one GPU.
 
 Owns the pretraining by flow matching and the folder that it leaves: a plain diffusers Cosmos3OmniTransformer in
-bfloat16, scheduler, tokenizer and the prompt files. Counts iterations, never seconds. Training stops early on purpose:
-reinforcement needs room above the base.
+bfloat16, its autoencoder, scheduler, tokenizer and the prompt files. Counts iterations, never seconds. Captions are
+noisy on purpose, as captions of collected pictures are: of many pictures one word is wrong. Such a base draws cleanly
+and often draws something else than what was asked, and that is what reinforcement has to learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from diffusers import UniPCMultistepScheduler
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
 from torch import Tensor, nn
 
 from nftctl.model.cosmos3 import split
 from nftctl.model.cosmos3_encoder import PromptCache
-from nftctl.model.scenes.drawing import SIZE, draw, wanted
+from nftctl.model.scenes.autoencoder import CHANNELS, SIDE, AutoencoderRecipe, decode, encode, save, train
+from nftctl.model.scenes.drawing import Wanted, draw, wanted
+from nftctl.model.scenes.training import Trainer
 from nftctl.model.scenes.words import MOST_WORDS, WORDS, Scene, split_scenes
 from nftctl.model.tiny.recipe import SCHEDULER, follow, save_base
 from nftctl.model.tiny.tokenizer import SPECIAL, vocabulary
@@ -31,15 +35,15 @@ from nftctl.model.tiny.tokenizer import SPECIAL, vocabulary
 PLACE = Path(__file__).parent
 VOCABULARY = vocabulary(WORDS)
 TRANSFORMER: dict[str, Any] = {
-    "hidden_size": 128,
+    "hidden_size": 160,
     "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
     "head_dim": 32,
-    "intermediate_size": 384,
-    "latent_channel": 3,
-    "latent_patch_size": 4,
-    "patch_latent_dim": 48,
+    "intermediate_size": 416,
+    "latent_channel": CHANNELS,
+    "latent_patch_size": 2,
+    "patch_latent_dim": 4 * CHANNELS,
     "rope_axes_dim": [6, 5, 5],
     "rope_theta": 10_000.0,
     "timestep_scale": 0.001,
@@ -48,6 +52,7 @@ TRANSFORMER: dict[str, Any] = {
 }
 CAPTION = 16
 """Tokens that every caption is padded to, so that all batches have one shape; masks keep the padding unread."""
+ENCODED_TOGETHER = 1024
 SHORTEST, LONGEST = 3, MOST_WORDS + 3
 """True tokens of the empty caption and of the longest."""
 
@@ -56,15 +61,19 @@ SHORTEST, LONGEST = 3, MOST_WORDS + 3
 class Recipe:
     """Numbers of the pretraining. The defaults made the packaged weights."""
 
-    iterations: int = 6500
-    horizon: int = 40_000
-    """Iterations after which the cosine schedule would reach zero; stopping long before leaves the base unfinished."""
+    iterations: int = 14_000
+    horizon: int = 16_000
+    """Iterations after which the cosine schedule would reach zero."""
     seed: int = 0
-    batch: int = 512
+    batch: int = 256
+    pool: int = 512
+    """Pictures that are drawn and encoded of each scene before training, which then reads nothing else."""
     learning_rate: float = 1e-3
     warmup: int = 200
     ema: float = 0.999
     caption_dropout: float = 0.1
+    wrong: float = 0.5
+    """Share of pictures whose caption has one word wrong: a number, a colour, a shape or where things stand."""
     single: float = 0.35
     """Share of pictures with one group; these prompts are few, and counting is the hardest thing here."""
     lone: float = 0.25
@@ -86,9 +95,8 @@ class Recipe:
         return weight / weight.sum()
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Pictures [B, 3, 1, S, S] in [-1, 1], noise alike, noise levels [B], token ids [B, CAPTION], true lengths [B]."""
+class Batch(NamedTuple):
+    """Latents [B, C, 1, S, S], noise alike, noise levels [B], token ids [B, CAPTION], true lengths [B]."""
 
     x0: Tensor
     noise: Tensor
@@ -96,29 +104,34 @@ class Batch:
     tokens: Tensor
     lengths: Tensor
 
-    def take(self, other: Batch) -> None:
-        """Copy the other's numbers into these tensors."""
-        for name in self.__slots__:
-            getattr(self, name).copy_(getattr(other, name))
-
 
 class Batches:
     """Draws batches from the scenes on a device, all of them from one generator there."""
 
-    def __init__(self, scenes: Sequence[Scene], recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, scenes: Sequence[Scene], recipe: Recipe, vae: AutoencoderKLWan, device: torch.device) -> None:
         self._recipe, self._device = recipe, device
-        self._want = wanted(scenes, device)
         self._until = recipe.odds(scenes).cumsum(0).float().to(device)
+        self._near, self._many = (part.to(device) for part in neighbours(scenes))
         rows, lengths = captions([str(scene) for scene in scenes])
         self._rows, self._lengths = rows.to(device), lengths.to(device)
         self._empty = captions([""])[0].to(device)
         self._clock = torch.Generator(device).manual_seed(recipe.seed)
+        self._pool = self._encoded(wanted(scenes, device), vae)
+
+    def _encoded(self, want: Wanted, vae: AutoencoderKLWan) -> Tensor:
+        """Latents [scenes, pool, C, 1, S, S]; half precision, where the sixteenth of a level of a pixel is lost."""
+        size = len(want.relation)
+        rows = torch.arange(size, device=self._device).repeat_interleave(self._recipe.pool)
+        parts = [encode(vae, draw(want[part], self._clock)).half() for part in rows.split(ENCODED_TOGETHER)]
+        return torch.cat(parts).unflatten(0, (size, self._recipe.pool))
 
     def next(self, iteration: int) -> Batch:
         """Noise levels are logit-normal on even iterations, uniform on odd ones, so that both ends are seen."""
         count = self._recipe.batch
         pick = torch.searchsorted(self._until, self._uniform(count)).clamp(max=len(self._until) - 1)
-        x0 = draw(self._want[pick], self._clock)[:, :, None] * 2 - 1
+        other = self._near[pick, (self._uniform(count) * self._many[pick]).long()]
+        drawn = torch.where(self._uniform(count) < self._recipe.wrong, other, pick)
+        x0 = self._pool[drawn, (self._uniform(count) * self._recipe.pool).long()].float()
         noise = self._normal(x0.shape)
         sigma = self._uniform(count) if iteration % 2 else self._normal((count,)).sigmoid()
         dropped = self._uniform(count) < self._recipe.caption_dropout
@@ -131,6 +144,29 @@ class Batches:
 
     def _normal(self, shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self._clock, device=self._device)
+
+
+def neighbours(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+    """Of each scene those of the list that differ from it in one word, int64 [n, most], and how many they are [n].
+
+    Rows are filled up with the scene itself, which is also the one neighbour of a scene that has none.
+    """
+    lacking: dict[tuple[int, tuple[int | None, ...]], list[int]] = defaultdict(list)
+    for index, scene in enumerate(scenes):
+        for hole in _holes(scene):
+            lacking[hole].append(index)
+    near = [
+        [other for hole in _holes(scene) for other in lacking[hole] if other != i] for i, scene in enumerate(scenes)
+    ]
+    most = max(1, *map(len, near))
+    rows = [row + [index] * (most - len(row)) for index, row in enumerate(near)]
+    return torch.tensor(rows), torch.tensor([max(1, len(row)) for row in near])
+
+
+def _holes(scene: Scene) -> list[tuple[int, tuple[int | None, ...]]]:
+    """The scene with each of its words left out in turn."""
+    words = [scene.relation, *(word for group in scene.groups for word in (group.count, group.colour, group.shape))]
+    return [(place, (*words[:place], None, *words[place + 1 :])) for place in range(len(words))]
 
 
 def captions(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -149,7 +185,7 @@ class Towers:
         layers, heads, width = (TRANSFORMER[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
         lengths = (*range(SHORTEST, LONGEST + 1), CAPTION)
         blank = torch.zeros(layers, len(lengths), heads, CAPTION, width, device=device)
-        rows = torch.zeros(len(lengths), 3, 1, SIZE, SIZE, device=device)
+        rows = torch.zeros(len(lengths), CHANNELS, 1, SIDE, SIDE, device=device)
         # Where an image stands and what it may read depends on its caption's length alone: one row for each.
         reading: Any = self.denoiser.reading(rows, PromptCache(blank, blank, lengths))
         _, _, self._cos, self._sin, self._mask, *self._rest = reading
@@ -169,70 +205,12 @@ class Towers:
         return cache.keys, cache.values, self._cos[row], self._sin[row], self._mask[row], *self._rest
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean squared error of the velocity, whose target is noise - picture."""
+        """Mean squared error of the velocity, whose target is noise - latent."""
         level = batch.sigma.view(-1, 1, 1, 1, 1)
         with self.precision():
             reading = self.read(batch.tokens, batch.lengths)
             velocity = self.denoiser.velocity((1 - level) * batch.x0 + level * batch.noise, batch.sigma, reading)
         return (velocity.float() - (batch.noise - batch.x0)).square().mean()
-
-
-class Trainer:
-    """One optimizer step after another; on a GPU the whole step is recorded once and replayed."""
-
-    UNRECORDED = 3
-
-    def __init__(self, towers: Towers, device: torch.device, *, recorded: bool = True) -> None:
-        self._towers, self._cuda, self._recorded = towers, device.type == "cuda", recorded
-        rate = torch.zeros((), device=device) if self._cuda else 0.0
-        self._optimizer = torch.optim.AdamW(
-            towers.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.01, capturable=self._cuda
-        )
-        self._batch: Batch | None = None
-        self._loss = torch.zeros(())
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._steps = 0
-
-    def step(self, batch: Batch, rate: float) -> Tensor:
-        """Take a step; returns the loss, a tensor that the next step may overwrite."""
-        group = self._optimizer.param_groups[0]
-        if not self._cuda:
-            group["lr"] = rate
-            self._work(batch)
-            return self._loss
-        group["lr"].fill_(rate)
-        if self._batch is None:
-            self._batch = copy.deepcopy(batch)
-        self._batch.take(batch)
-        if self._graph is None:
-            self._first(self._batch)
-        else:
-            self._graph.replay()
-        return self._loss
-
-    def _first(self, batch: Batch) -> None:
-        self._steps += 1
-        if self._steps <= self.UNRECORDED or not self._recorded:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._work(batch)
-            torch.cuda.current_stream().wait_stream(side)
-            return
-        graph = torch.cuda.CUDAGraph()
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph):
-            self._work(batch)
-        self._graph = graph
-        graph.replay()
-
-    def _work(self, batch: Batch) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self._towers.loss(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._towers.parameters(), 1.0)
-        self._optimizer.step()
-        self._loss = loss.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +224,7 @@ class Progress:
 
 def pretrain(
     recipe: Recipe,
+    vae: AutoencoderKLWan,
     device: torch.device,
     *,
     scenes: Sequence[Scene] = (),
@@ -263,8 +242,8 @@ def pretrain(
     stock.to(device)
     mean = copy.deepcopy(stock).requires_grad_(False)
     towers = Towers(stock, device, half=device.type == "cuda")
-    trainer = Trainer(towers, device, recorded=recorded)
-    batches = Batches(scenes or split_scenes().pretraining, recipe, device)
+    trainer = Trainer(towers.loss, towers.parameters(), device, recorded=recorded)
+    batches = Batches(scenes or split_scenes().pretraining, recipe, vae, device)
     total = torch.zeros((), device=device)
     for iteration in range(recipe.iterations):
         total += trainer.step(batches.next(iteration), recipe.rate(iteration)).to(device)
@@ -277,7 +256,13 @@ def pretrain(
 
 @torch.no_grad()
 def sample(
-    stock: Cosmos3OmniTransformer, prompts: Sequence[str], device: torch.device, *, guidance: float, seed: int
+    stock: Cosmos3OmniTransformer,
+    vae: AutoencoderKLWan,
+    prompts: Sequence[str],
+    device: torch.device,
+    *,
+    guidance: float,
+    seed: int,
 ) -> Tensor:
     """Pictures of the prompts by the base's own sampler in ten steps, uint8 [n, S, S, 3] in host memory."""
     towers = Towers(stock, device)
@@ -285,7 +270,7 @@ def sample(
     made.set_timesteps(10)
     made.timesteps = made.sigmas[:-1] * 1000
     clock = torch.Generator().manual_seed(seed)
-    x = torch.randn((len(prompts), 3, 1, SIZE, SIZE), generator=clock).to(device)
+    x = torch.randn((len(prompts), CHANNELS, 1, SIDE, SIDE), generator=clock).to(device)
     positive = towers.read(*(part.to(device) for part in captions(prompts)))
     negative = towers.read(*(part.to(device) for part in captions([""] * len(prompts))))
     for t in made.timesteps:
@@ -295,7 +280,7 @@ def sample(
             without = towers.denoiser.velocity(x, sigma, negative)
             velocity = without + guidance * (velocity - without)
         x = made.step(velocity, t, x, return_dict=False)[0]
-    return ((x[:, :, 0].clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu()
+    return decode(vae, x)
 
 
 def save_prompts(folder: Path) -> None:
@@ -312,16 +297,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
     parser.add_argument("--iterations", type=int, default=Recipe.iterations)
     parser.add_argument("--batch", type=int, default=Recipe.batch)
+    parser.add_argument("--pool", type=int, default=Recipe.pool, help="pictures drawn of each scene")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--autoencoder-iterations", type=int, default=AutoencoderRecipe.iterations)
     options = parser.parse_args(arguments)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    recipe = Recipe(iterations=options.iterations, batch=options.batch, seed=options.seed)
+    torch.set_float32_matmul_precision("high")
+    recipe = Recipe(iterations=options.iterations, batch=options.batch, pool=options.pool, seed=options.seed)
 
     def report(progress: Progress) -> None:
         print(f"iteration {progress.iteration} of {recipe.iterations}: loss {progress.loss:.4f}", flush=True)
 
-    base: Any = pretrain(recipe, options.device, report=report)
-    save_base(base.cpu(), options.out / "base", WORDS)
+    def say(iteration: int, loss: float) -> None:
+        print(f"autoencoder, iteration {iteration}: loss {loss:.4f}", flush=True)
+
+    vae: Any = train(AutoencoderRecipe(iterations=options.autoencoder_iterations), options.device, say)
+    base: Any = pretrain(recipe, vae, options.device, report=report)
+    save_base(base.cpu(), options.out / "base", WORDS, vae="AutoencoderKLWan")
+    save(vae.cpu(), options.out / "base" / "vae")
     save_prompts(options.out)
     print(f"wrote {options.out / 'base'}")
 

@@ -119,8 +119,14 @@ def follow(mean: torch.nn.Module, now: torch.nn.Module, keep: float) -> None:
     torch._foreach_lerp_(list(mean.parameters()), list(now.parameters()), 1 - keep)
 
 
-def save_base(stock: Cosmos3OmniTransformer, folder: Path, words: Sequence[str] = WORDS) -> None:
-    """Write the base in diffusers layout: model_index.json, transformer/ (bfloat16), scheduler/, tokenizer/."""
+def save_base(
+    stock: Cosmos3OmniTransformer, folder: Path, words: Sequence[str] = WORDS, *, vae: str | None = None
+) -> None:
+    """Write the base in diffusers layout: model_index.json, transformer/ (bfloat16), scheduler/, tokenizer/.
+
+    `vae` is the class of the one that the caller puts beside them. Without one latents are pixels, and a pair of nulls
+    is how diffusers says so.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     transformer: Any = copy.deepcopy(stock)
     for parameter in transformer.parameters():
@@ -134,8 +140,7 @@ def save_base(stock: Cosmos3OmniTransformer, folder: Path, words: Sequence[str] 
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "transformer": ["diffusers", "Cosmos3OmniTransformer"],
-        # Latents are pixels: there is no VAE, and the pair of nulls is how diffusers says so.
-        "vae": [None, None],
+        "vae": [vae and "diffusers", vae],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
