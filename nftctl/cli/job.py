@@ -165,13 +165,16 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
     reporter = reporter_for(console, View(plan.run_path.name, samples, step=plan.state.step))
     with StopSignals() as signals:
         console.say(f"run folder {plan.run_path}")
+        from nftctl.cli.restarts import goes_on_by_itself
         from nftctl.engine.loop import request_stop, run_job
         from nftctl.run.directory import RunDirectory, begin_again
 
         signals.arm(request_stop, lambda: reporter.last_step)
         try:
             summary = run_job(plan, reporter)
-        except NftctlError:
+        except NftctlError as error:
+            if goes_on_by_itself(error, os.environ):
+                error.hint = ""
             # What went wrong is best seen on the page, too; a run that never came to be has none.
             if (plan.run_path / "metrics.jsonl").exists():
                 left_behind(console, plan.run_path)

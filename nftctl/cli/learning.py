@@ -54,7 +54,7 @@ def learning(console: Console, argument: str | None, sets: Sequence[str], wishes
     if wishes.output is not None:
         refuse_taken(wishes.output)
     resolved, warnings = load_checked(console, EMBEDDED_DEFAULT if argument is None else argument, sets, {})
-    with StopSignals():
+    with StopSignals("figures, tables and curves come at the end of a comparison, so nothing was saved"):
         document = _compare(console, resolved, wishes)
     output = Path(tempfile.mkdtemp(prefix="nftctl-learning-")) if wishes.output is None else wishes.output
     _write(document, output)

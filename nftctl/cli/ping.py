@@ -44,11 +44,12 @@ def ping(argument: str | None, address: Address, wishes: Wishes, *, json: bool) 
     console = Console(json=json)
     if address.url is None:
         _only_with_url(address)
+        step: Step | None
         profile, step = _from_profile(console, argument)
     elif argument is not None:
         raise UsageRefused("give a profile or --url, not both")
     else:
-        profile, step = _from_address(address), Step()
+        profile, step = _from_address(address), None
     answers, failures = [], []
     for provider in profile.reward.providers:
         try:
@@ -126,7 +127,7 @@ def _step(resolved: Resolved) -> Step:
     return replace(step, prompt=first.reward_text, metadata=first.metadata)
 
 
-def _ask(console: Console, provider: Provider, profile: Profile, step: Step, wishes: Wishes) -> dict[str, Any]:
+def _ask(console: Console, provider: Provider, profile: Profile, step: Step | None, wishes: Wishes) -> dict[str, Any]:
     token = os.environ.get(provider.token_env, "")
     if provider.kind == "http":
         return asyncio.run(probe(provider, profile.reward, provider.url, provider.revision, token, step, wishes))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 UNDECLARED = "undeclared"
 """Stands for the revision of a service that has none to declare, when none is pinned either."""
+SHAPES, LETTERS = "a red circle", 'a sign that says "seven"'
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -38,6 +39,19 @@ class Step:
     ranks: int = 4
 
 
+def suited(service: str) -> Step:
+    """Images that a service of this name scores: some of the packaged scorers know one size and one kind of prompt.
+
+    `service` is what `GET /v1/info` has for a name, as "scenes" or "0.5 colour_shape + brightness".
+    """
+    names = {part.split()[-1] for part in service.split(" + ") if part.strip()}
+    if "scenes" in names:
+        return Step(SHAPES, height=32, width=32)
+    if "colour_shape" in names:
+        return Step(SHAPES, height=64, width=64)
+    return Step(LETTERS, height=64, width=64) if "ocr" in names else Step()
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """How to ask: longest wait for one answer, answers to time, whether to send a step, seconds to wait for a start."""
@@ -49,9 +63,12 @@ class Wishes:
 
 
 async def probe(
-    provider: Provider, reward: Reward, url: str, revision: str, token: str, step: Step, wishes: Wishes
+    provider: Provider, reward: Reward, url: str, revision: str, token: str, step: Step | None, wishes: Wishes
 ) -> dict[str, Any]:
-    """Everything that is to be known of the service at `url`, as one JSON object. Raises RewardFailed."""
+    """Everything that is to be known of the service at `url`, as one JSON object. Raises RewardFailed.
+
+    Without a `step`, its images are those that suit the service.
+    """
     from nftctl.reward.connect import connect
 
     limits = {"connect_timeout_s": wishes.timeout, "read_timeout_s": wishes.timeout, "retries": 0}
@@ -59,6 +76,7 @@ async def probe(
     declares = provider.protocol != "cosmos-rl"
     async with connect(provider, once, url=url, revision=revision, token=token) as client:
         info, seconds = await _timed_info(client, wishes)
+    step = step or suited(info.name)
     if declares and revision and info.revision != revision:
         raise RewardFailed(
             f"reward provider {provider.name} at {url}: revision {revision!r} is pinned, {info.revision!r} is served",

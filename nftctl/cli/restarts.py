@@ -2,30 +2,33 @@
 
 Owns what counts as a loss that another attempt may outlive: a rank, a node or a head that went away, or a driver that
 was ended from outside. Everything else ends the run as it would without this option. Waits for room, for a time that it
-says, and never longer. Signals go on to the attempt, so a run that is asked to stop saves and stops.
+says, and never longer. Signals go on to the attempt, so a run that is asked to stop saves and stops. The way back is
+said only where nobody goes it by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import orjson
 import typer
 
 from nftctl.cli.completion import runs_folder
-from nftctl.cli.console import Console
-from nftctl.cli.signals import SIGNALS
-from nftctl.errors import EnvironmentUnfit, ExitCode, UsageRefused
+from nftctl.cli.console import SCHEMA_VERSION, Console
+from nftctl.cli.signals import AT_ONCE, RESTARTS_LEFT, SIGNALS
+from nftctl.errors import EnvironmentUnfit, ExitCode, NftctlError, UsageRefused
 from nftctl.profile.schema import Profile
 
 PAUSE_S = 5.0
@@ -81,12 +84,24 @@ def resume(
     _end(console, Attempts(console, run.path, resolved.profile, restarts, _settings(sets)).go(words))
 
 
+def goes_on_by_itself(error: NftctlError, env: Mapping[str, str]) -> bool:
+    """In the process of an attempt: whether another one follows this error, so that nobody has to type the way back."""
+    from nftctl.engine.lost import RanksLost
+
+    return isinstance(error, RanksLost) and env.get(RESTARTS_LEFT, "0") != "0"
+
+
 def _settings(sets: Sequence[str]) -> list[str]:
     return [word for value in sets for word in ("--set", value)]
 
 
 def _end(console: Console, code: int) -> NoReturn:
-    raise typer.Exit(code if code >= 0 else 128 - code)
+    raise typer.Exit(_as_exit_code(code))
+
+
+def _as_exit_code(code: int) -> int:
+    """As a shell has it: of a process that a signal ended, 128 and the signal."""
+    return code if code >= 0 else 128 - code
 
 
 @dataclass(slots=True)
@@ -99,6 +114,12 @@ class Attempts:
     restarts: int
     settings: Sequence[str] = ()
     spoken: list[str] = field(default_factory=list)
+    used: int = 0
+    """Restarts that were tried for."""
+    made: int = 0
+    """Those for which there was room."""
+    ending: dict[str, str] = field(default_factory=dict)
+    """Message and hint of an ending that no attempt could tell of."""
     stopped: int = 0
     child: subprocess.Popen[str] | None = None
 
@@ -106,22 +127,57 @@ class Attempts:
         """Make the first attempt, and as many more as are needed and allowed; the exit code of the last."""
         with self._handing_on():
             code = self._all(first)
-        sys.stdout.write("".join(self.spoken[-1:]))
+        said = "".join(self.spoken[-1:])
+        if self.console.json:
+            from nftctl.run.canonical import pretty_bytes
+
+            said = pretty_bytes(self._document(first[0], said, _as_exit_code(code))).decode()
+        sys.stdout.write(said)
         sys.stdout.flush()
         return code
 
     def _all(self, first: Sequence[str]) -> int:
-        before, used = self._attempt(), 0
+        before = self._attempt()
         code = self._try(first)
-        while (reason := self._lost(code, before)) and used < self.restarts and not self.stopped:
-            used += 1
-            self.console.warn(f"{reason}; restart {used} of {self.restarts}")
+        while (reason := self._lost(code, before)) and self.used < self.restarts and not self.stopped:
+            self.used += 1
+            self.console.warn(f"{reason}; restart {self.used} of {self.restarts}")
             before, code = self._attempt(), self._restart(reason)
         if self.stopped and code not in (ExitCode.OK, 128 + self.stopped):
-            return 128 + self.stopped  # between two attempts, or in one that was lost as well
+            # Between two attempts, or in one that was lost as well.
+            if reason:
+                self._leave(reason)
+            return 128 + self.stopped
         if reason:
             self.console.say(f"no restart is left of {self.restarts}")
+            if code < 0:  # it had no time to say so itself
+                self._leave(reason)
         return code
+
+    def _leave(self, message: str, hint: str = "") -> None:
+        """Say the way back, which an attempt leaves out that another one was to follow."""
+        way = self._way_back()
+        self.console.say(way)
+        self.ending = {"message": message, "hint": "; ".join(filter(None, (hint, way)))}
+
+    def _way_back(self) -> str:
+        from nftctl.run.checkpoints import list_steps
+        from nftctl.run.directory import RunDirectory, begin_again
+
+        with contextlib.suppress(NftctlError, OSError):  # the storage may be what was lost
+            if not list_steps(self.run / "checkpoints"):
+                return begin_again(RunDirectory(self.run))
+        return f"go on with: {shlex.join(['nftctl', 'resume', str(self.run), *self.settings])}"
+
+    def _document(self, command: str, said: str, code: int) -> dict[str, Any]:
+        """The object of the last attempt that had one, as that of the command that was typed, with the restarts."""
+        try:
+            document: dict[str, Any] = orjson.loads(said)
+        except ValueError:  # killed before it could say anything
+            error = {"message": f"the process of the run ended with exit code {code}", "hint": ""}
+            document = {"schema_version": SCHEMA_VERSION, "diagnostics": [], "error": error}
+        ended = {"command": command, "ok": code == 0, "exit_code": code, "restarts": self.made}
+        return document | ended | ({"error": self.ending} if self.ending else {})
 
     def _restart(self, reason: str) -> int:
         """Wait for room, then go on; a place that turns out unfit after all is waited for again."""
@@ -131,6 +187,9 @@ class Attempts:
             code = self._try(["resume", str(self.run), *self.settings, "--restart", reason])
             if code == ExitCode.ENVIRONMENT:
                 self._sleep(end)
+        self.made += code != ExitCode.ENVIRONMENT
+        if code == ExitCode.ENVIRONMENT and not self.ending:  # stopped in the meantime
+            self._leave(reason)
         return code
 
     def _room(self, end: float, limit: float) -> bool:
@@ -146,7 +205,9 @@ class Attempts:
                     self.console.say(f"waiting for room, {limit:.0f} s at the most: {unfit.message}")
                 said = unfit.message
                 if time.monotonic() >= end:
-                    self.console.error(f"no room to go on within {limit:.0f} s: {said}", unfit.hint)
+                    message = f"no room to go on within {limit:.0f} s: {said}"
+                    self.console.error(message, unfit.hint)
+                    self._leave(message, unfit.hint)
                     return False
                 self._sleep(end)
         return False
@@ -180,21 +241,24 @@ class Attempts:
             [sys.executable, "-m", "nftctl", *words, *options],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, RESTARTS_LEFT: str(self.restarts - self.used)},
             # Signals of a terminal or a supervisor reach this process alone, which hands on each of them once.
             process_group=0,
             preexec_fn=_end_with_parent,
         )
+        if self.stopped:  # it came while there was nobody yet to tell
+            self.child.send_signal(self.stopped)
         out, _ = self.child.communicate()
         code, self.child = self.child.returncode, None
         self.spoken.append(out)
         return code
 
-    @contextmanager
+    @contextlib.contextmanager
     def _handing_on(self) -> Iterator[None]:
         def hand_on(signum: int, frame: FrameType | None) -> None:
-            self.stopped = signum
+            again, self.stopped = bool(self.stopped), signum
             if self.child is not None:
-                self.child.send_signal(signum)
+                self.child.send_signal(AT_ONCE if again else signum)
 
         former = {signum: signal.signal(signum, hand_on) for signum in SIGNALS}
         try:

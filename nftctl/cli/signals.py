@@ -1,5 +1,7 @@
 """Ctrl-C and SIGTERM: the first asks the run to finish its step and save, the second ends it at once.
 
+An attempt under `--max-restarts` is ended at once by the process above it alone. What stops a whole tree of processes,
+as Ray's job server does, tells both, and that process hands the same word on: told twice, the attempt is asked once.
 Speaks by a plain write, past every buffer, since the person at the keyboard must see at once that they were heard.
 """
 
@@ -16,25 +18,33 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_ONCE = signal.SIGUSR2
+"""How the process above an attempt hands on that it was told a second time."""
+RESTARTS_LEFT = "_NFTCTL_RESTARTS_LEFT"
+"""Set for an attempt under `--max-restarts`: how many more may follow it. No key of a profile, so it has no section."""
+SAVED = "what was saved stays valid"
 
 
 class Stopped(Exception):
-    """The run was ended at once by a signal; nothing more was saved."""
+    """The command was ended at once by a signal; nothing more was saved. `left` says what there is then."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, left: str = SAVED) -> None:
         name = signal.Signals(signum).name
-        super().__init__(f"stopped at once by {name}; what was saved stays valid")
+        super().__init__(f"stopped at once by {name}; {left}")
         self.exit_code = 128 + signum
 
 
 class StopSignals:
     """Handlers for the time of a job. Before `arm` there is nothing to save, so the first signal already ends it.
 
-    A thread hears and counts the signals, through the pipe that the interpreter's own handler writes to: the main
-    thread may be busy for a second, and would then find two presses of Ctrl-C as one.
+    `left` says what there is of a job that was ended at once. A thread hears and counts the signals, through the pipe
+    that the interpreter's own handler writes to: the main thread may be busy for a second, and would then find two
+    presses of Ctrl-C as one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left: str = SAVED) -> None:
+        self._left = left
+        self._is_attempt = RESTARTS_LEFT in os.environ
         self._request: Callable[[int], None] | None = None
         self._step: Callable[[], int] = int
         self._seen: list[int] = []
@@ -45,7 +55,8 @@ class StopSignals:
     def __enter__(self) -> Self:
         ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
-        self._former = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        heard = (*SIGNALS, AT_ONCE) if self._is_attempt else SIGNALS
+        self._former = {signum: signal.signal(signum, self._handle) for signum in heard}
         self._former_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, args=(ear,), name="signals", daemon=True)
         self._listener.start()
@@ -61,23 +72,26 @@ class StopSignals:
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
         if isinstance(error, KeyboardInterrupt) or (error is None and self._end_now):
-            raise Stopped(self._seen[-1] if self._seen else signal.SIGINT) from None
+            asked = [signum for signum in self._seen if signum != AT_ONCE]
+            raise Stopped(asked[-1] if asked else signal.SIGINT, self._left) from None
 
     def arm(self, request: Callable[[int], None], step: Callable[[], int]) -> None:
         """From now on the first signal calls `request(signum)`; `step` tells the number of the last finished step."""
         self._request, self._step = request, step
 
     def _listen(self, ear: int) -> None:
-        """Until the other end is closed: ask at the first signal, end at every further one."""
+        """Until the other end is closed: ask at the first signal, end at every further one that counts."""
         echoes = 0
         while heard := os.read(ear, 1):
-            if heard[0] not in SIGNALS:
+            if heard[0] not in self._former:
                 continue
             if echoes:
                 echoes -= 1
                 continue
             self._seen.append(heard[0])
-            if self._request is not None and len(self._seen) == 1:
+            if self._request is not None and self._is_attempt and heard[0] != AT_ONCE and len(self._seen) > 1:
+                continue
+            if self._request is not None and heard[0] != AT_ONCE and len(self._seen) == 1:
                 self._request(heard[0])
                 step = self._step()
                 what = f"finishing step {step + 1}, then saving" if step else "ending before or after the first step"

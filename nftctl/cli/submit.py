@@ -105,6 +105,8 @@ def submit(console: Console, to: str | None, asked: Asked, source: Source, optio
         return
     if to not in CLUSTERS:
         raise UsageRefused(f'there is no --to "{to}"', hint=f"one of {', '.join(CLUSTERS)}")
+    if (name := source.flags.get("job.name")) is not None and not str(name).strip():
+        raise UsageRefused("--name is empty", hint="give the run a name, or leave --name out: profile, date and time")
     _refuse_idle(options, f"--to {to}", [name for name, clusters in OF_CLUSTER.items() if to in clusters])
     if options.memory_per_node and not _MEMORY.fullmatch(options.memory_per_node):
         raise UsageRefused(
@@ -227,7 +229,7 @@ def _to_slurm(console: Console, source: Source, options: Options) -> None:
     from nftctl.submit.portable import profile_text, token_variables
 
     resolved, warnings = _load(console, source)
-    size = _size(resolved, options)
+    size = _size(console, resolved, options)
     wishes = slurm.Wishes(
         str(Path.cwd()), options.grace, options.memory_per_node, directives=options.sbatch, setup=options.setup
     )
@@ -259,9 +261,14 @@ def _to_kubernetes(console: Console, source: Source, options: Options) -> None:
     kubernetes.refuse_unnameable(wishes)
     resolved, warnings = _load(console, source, "auto", mount)
     _refuse_relative(resolved, warnings, mount=mount)
-    size, tokens, name = _size(resolved, options), token_variables(resolved), resolved.profile.job.name
-    entrypoint = " ".join(["nftctl", "launch", f"{kubernetes.PROFILE_FOLDER}/profile.toml", *_launch_options(options)])
-    text = kubernetes.manifest(profile_text(resolved), name, size, tokens, entrypoint, wishes)
+    size, tokens, name = _size(console, resolved, options), token_variables(resolved), resolved.profile.job.name
+    if options.secret and not tokens:
+        raise UsageRefused(
+            f"--secret {options.secret} means nothing: no reward provider of the profile is a running service, and an "
+            "embedded scorer needs no token",
+            hint="leave --secret out",
+        )
+    text = kubernetes.manifest(profile_text(resolved), name, size, tokens, _launch_options(options), wishes)
     console.say(f"run {name} as RayJob {kubernetes.object_name(name)}: {size.describe()}")
     if tokens and not options.secret:
         console.say(f"without --secret no pod gets {', '.join(tokens)}")
@@ -275,10 +282,13 @@ def _launch_options(options: Options) -> list[str]:
     return ["--auto-resume", *restarts]
 
 
-def _size(resolved: Resolved, options: Options) -> Size:
+def _size(console: Console, resolved: Resolved, options: Options) -> Size:
     from nftctl.submit.size import size_of
 
-    return size_of(resolved.profile, options.gpus_per_node, options.cpus_per_node)
+    size = size_of(resolved.profile, options.gpus_per_node, options.cpus_per_node)
+    if size.why:
+        console.say(size.why)
+    return size
 
 
 def _hand_out(
@@ -333,7 +343,11 @@ def _to_ray(console: Console, source: Source, options: Options) -> None:
     _refuse_relative(resolved, warnings)
     run = resolved.profile.job.name
     command = ray_jobs.entrypoint(
-        profile_text(resolved), options.setup, _launch_options(options), as_file=bool(options.max_restarts)
+        profile_text(resolved),
+        options.setup,
+        _launch_options(options),
+        token_variables(resolved),
+        as_file=bool(options.max_restarts),
     )
     body = ray_jobs.request(command, run, options.grace)
     if options.dry_run:
@@ -432,7 +446,16 @@ def _await_nodes(console: Console, count: int, address: str) -> None:
 
     from nftctl.engine.cluster import look_at
     from nftctl.errors import EnvironmentUnfit
+    from nftctl.profile.endpoint import endpoint
     from nftctl.profile.schema import Grid
+
+    try:
+        endpoint(address)
+    except ValueError as error:
+        reason = str(error).replace("is not local, auto or HOST:PORT", "is not HOST:PORT")
+        raise UsageRefused(
+            f'--await-nodes: --address "{address}" {reason}', hint="give the address that `ray start` printed"
+        ) from None
 
     end = time.monotonic() + AWAIT_S
     while True:

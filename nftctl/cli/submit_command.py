@@ -70,7 +70,7 @@ def submit(
             min=1,
             max=1024,
             metavar="N",
-            help='slurm, kubernetes: most GPUs that a node has; with grid.device = "cpu", most ranks.',
+            help="slurm, kubernetes: most GPUs that a node has; where ranks compute on CPUs, most ranks.",
         ),
     ] = 8,
     cpus_per_node: Annotated[

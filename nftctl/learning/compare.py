@@ -62,6 +62,11 @@ class Plan:
             raise UsageRefused(
                 f"no method {unknown[0]!r}" if unknown else "no method", hint=f"methods: {', '.join(NAMES)}"
             )
+        twice = [name for name in self.methods if self.methods.count(name) > 1]
+        if twice:
+            raise UsageRefused(
+                f"the method {twice[0]!r} is named twice", hint="name each once; --seeds says how often it is run"
+            )
         if CONTROL in self.methods and CONTROLLED not in self.methods:
             raise UsageRefused(f"{CONTROL} takes the settings of {CONTROLLED}, which is left out", hint="name both")
 
@@ -103,7 +108,7 @@ def compare(profile: Profile, name: str, plan: Plan, runner: Runner, say: Callab
 
 
 def _trials(profile: Profile, plan: Plan) -> list[Order]:
-    """Every method's first trial, then every method's second, and so on; guidance in one go."""
+    """Every method's first trial, then every method's second, and so on; guidance in one go, with as many."""
     plain, budget = profile.model_dump(mode="json"), plan.budget(TUNING_MARKS)
     settings = {m: trials.settings_of(m, plan.trials, trials.times_of(profile)) for m in plan.tuned}
     orders = [
@@ -112,7 +117,7 @@ def _trials(profile: Profile, plan: Plan) -> list[Order]:
         for method in plan.tuned
     ]
     if GUIDANCE in plan.methods:
-        orders.append(Order(GUIDANCE, {}, TUNING_SEED, "tuning", budget, plain, 0, GUIDANCES))
+        orders.append(Order(GUIDANCE, {}, TUNING_SEED, "tuning", budget, plain, 0, trials.guidances_of(plan.trials)))
     return orders
 
 

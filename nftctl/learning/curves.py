@@ -21,6 +21,8 @@ STYLES: dict[str, tuple[str, tuple[float, ...]]] = {
     GUIDANCE: ("#8a3ba8", (2, 4)),
 }
 QUIET, GRID = "#666666", "#dddddd"
+LEAST_SPAN = 0.004
+"""Of a panel, from bottom to top: smaller differences look like what they are, and ticks stay short."""
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP, FOOT = 420, 280, 56, 44, 64, 50
 LEGEND_ROW = 20
 TITLES = {"reward": "test reward", "judge": "judge, never rewarded"}
@@ -47,7 +49,8 @@ def _levels(document: Mapping[str, Any], name: str) -> list[tuple[str, float]]:
         return []
     key = f"{chosen['settings']['guidance']:g}"
     band = document["summary"]["guidance"][key][name]
-    return [] if band is None else [(f"base, guidance {key}: chosen by tuning, no training", band["mean"])]
+    how = "chosen by tuning" if document["plan"]["trials"] > 1 else "the only one tried"
+    return [] if band is None else [(f"base, guidance {key}: {how}, no training", band["mean"])]
 
 
 def _panel(document: Mapping[str, Any], axis: str, name: str, left: float) -> Iterator[Area | Stroke | Words]:
@@ -94,12 +97,13 @@ def _range(document: Mapping[str, Any], axis: str, name: str) -> tuple[float, fl
     ]
     values = [band[end] for band in bands for end in ("low", "high")] + [y for _, y in _levels(document, name)]
     low, high = min(values), max(values)
-    air = 0.05 * (high - low) or 0.05
+    air = max(0.05 * (high - low) or 0.05, (LEAST_SPAN - (high - low)) / 2)
     return low - air, high + air
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1e9) if (high - low) / s <= 8)
+    """At most eight round numbers."""
+    step = next(s for e in range(-4, 300) for d in (1, 2, 5) if (high - low) / (s := d * 10.0**e) <= 8)
     return [round(i * step, 6) for i in range(int(low // step) + 1, int(high // step) + 1)]
 
 

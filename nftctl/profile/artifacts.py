@@ -5,6 +5,7 @@ Reads names, small JSON files and safetensors headers, never a tensor; never rai
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -157,6 +158,17 @@ def embedded_set(value: str) -> Path | None:
     """The folder of the packaged set that a value names, `embedded` or `embedded:NAME`; None for anything else."""
     word, _, name = value.partition(":")
     return EMBEDDED_SETS.get(name if value != EMBEDDED else EMBEDDED_SET) if word == EMBEDDED else None
+
+
+def unknown_set(value: str) -> tuple[str, str]:
+    """What is wrong with an `embedded:NAME` that names no packaged set, and what to do; empty for anything else."""
+    word, colon, name = value.partition(":")
+    if word != EMBEDDED or not colon or embedded_set(value) is not None or exists(local(value)):
+        return "", ""
+    known = ", ".join(f"{EMBEDDED}:{known}" for known in EMBEDDED_SETS)
+    close = difflib.get_close_matches(name, EMBEDDED_SETS, n=1)
+    meant = f"did you mean {EMBEDDED}:{close[0]}? " if close else ""
+    return f"{name or 'an empty name'} is no packaged set", f"{meant}packaged: {known}"
 
 
 def pinned(value: str) -> str:

@@ -1,7 +1,8 @@
 """A run as a RayJob of KubeRay (ray.io/v1) with its profile in a ConfigMap, as commented YAML.
 
-Owns the manifest's text and the quoting of every value in it. A token stands in it only as the name of a secret.
-Refuses names that Kubernetes refuses, and a run folder that is not on the volume.
+Owns the manifest's text and the quoting of every value in it. A token stands in it only as the name of a secret. The
+command is a file beside the profile, since the entrypoint of a RayJob goes through shells that each read its quotes.
+Refuses names that Kubernetes refuses, a run folder that is not on the volume, and a volume where the profile is.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import PurePosixPath
 
 from nftctl.errors import UsageRefused
 from nftctl.profile.diagnose import printable
+from nftctl.submit.portable import without_settings
 from nftctl.submit.size import Size
 from nftctl.submit.template import fill
 
 PROFILE_FOLDER = "/etc/nftctl"
+ENTRYPOINT = f"sh {PROFILE_FOLDER}/launch.sh"
+"""What the job runs, in plain words."""
 NAME_LIMIT = 40
 """KubeRay appends to a RayJob's name and keeps the whole below 64 characters."""
 
@@ -51,6 +55,13 @@ def parse_volume(text: str) -> tuple[str, str]:
             f'--volume "{printable(text)}" is not CLAIM:/PATH',
             hint="the name of a PersistentVolumeClaim and where pods see it: --volume runs:/data",
         )
+    path = PurePosixPath("/", *path.parts[1:])  # two slashes in front are one
+    profile = PurePosixPath(PROFILE_FOLDER)
+    if path == profile or path in profile.parents or profile in path.parents:
+        raise UsageRefused(
+            f'--volume "{printable(text)}" is in the way of {PROFILE_FOLDER}, where the pod has the profile',
+            hint=f"mount it elsewhere: --volume {claim}:/data",
+        )
     return claim, str(path)
 
 
@@ -67,9 +78,12 @@ def refuse_unnameable(wishes: Wishes) -> None:
 
 
 def object_name(run: str) -> str:
-    """The run's name as Kubernetes spells names; a name that loses something on the way ends in its hash."""
+    """The run's name as Kubernetes spells names; one that has to be changed for that ends in its hash.
+
+    Two runs whose names differ in case or dots alone are then two objects, as they are two folders.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
-    if plain and len(plain) <= NAME_LIMIT and re.sub("[-_.]", "", run.lower()) == plain.replace("-", ""):
+    if plain == run and len(plain) <= NAME_LIMIT:
         return plain
     digest = hashlib.sha256(run.encode()).hexdigest()[:8]
     return f"{plain[: NAME_LIMIT - 9].strip('-') or 'run'}-{digest}"
@@ -81,22 +95,25 @@ def is_on(path: str, mount: str) -> bool:
     return ".." not in parts.parts and PurePosixPath(mount) in parts.parents
 
 
-def manifest(profile: str, run: str, size: Size, tokens: Sequence[str], entrypoint: str, wishes: Wishes) -> str:
-    """The YAML of both objects. `profile` is `portable.profile_text`; `entrypoint` what the job runs, plain words."""
+def manifest(profile: str, run: str, size: Size, tokens: Sequence[str], options: Sequence[str], wishes: Wishes) -> str:
+    """The YAML of both objects. `profile` is `portable.profile_text`, `options` are those of `nftctl launch`."""
     refuse_unnameable(wishes)
     kubectl = f"kubectl -n {wishes.namespace}" if wishes.namespace else "kubectl"
     gpus = [f'nvidia.com/gpu: "{size.gpus}"'] if size.gpus else []
     memory = [f"memory: {quoted(wishes.memory)}"] if wishes.memory else []
     limits = [*memory, *gpus]
+    launch = shlex.join(["nftctl", "launch", f"{PROFILE_FOLDER}/profile.toml", *options])
     return fill(
         "rayjob.template",
         {
             "title": f"Run {printable(run)} of nftctl on Kubernetes: {size.describe()}",
+            "why": f"#\n# {size.why}" if size.why else "",
             "object": object_name(run),
             "object_quoted": quoted(object_name(run)),
             "namespace": f"namespace: {quoted(wishes.namespace)}" if wishes.namespace else "",
             "profile": profile.rstrip("\n"),
-            "entrypoint": quoted(entrypoint),
+            "launch": f"{without_settings(tokens)}\nexec {launch}",
+            "entrypoint": quoted(ENTRYPOINT),
             "restarts": str(wishes.restarts),
             "grace": str(wishes.grace_s),
             "ray_version": version("ray"),

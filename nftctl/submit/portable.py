@@ -2,13 +2,15 @@
 
 Owns the writing of TOML: every key that is not a default, with whatever the command line, the environment and the
 profiles below it gave; nothing has to travel beside it. Every line is printable, so the text can stand in a script or
-in YAML as it is. Paths are left as they are: `paths_of` lists them.
+in YAML as it is. Paths are left as they are: `paths_of` lists them. Owns also the lines of shell that keep a cluster's
+own variables out of the run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nftctl.profile.artifacts import embedded_set, hub_id
@@ -18,6 +20,8 @@ from nftctl.profile.load import Resolved
 
 PATH_KEYS = ("rl.init_from", "model.vae", "model.tokenizer", "data.prompt_file", "eval.prompt_file", "job.run_dir")
 """Keys whose values name files or folders."""
+KEPT = ("NFTCTL_REWARD_TOKEN", "NFTCTL_DEBUG")
+"""Variables that no profile's value comes from."""
 
 
 def profile_text(resolved: Resolved) -> str:
@@ -40,6 +44,22 @@ def token_variables(resolved: Resolved) -> list[str]:
     """The environment variables that hold bearer tokens of the services the run asks, each once."""
     providers = [*resolved.profile.reward.providers, *resolved.profile.eval.providers]
     return sorted({provider.token_env for provider in providers if provider.kind == "http"})
+
+
+def without_settings(tokens: Sequence[str]) -> str:
+    """Lines for any POSIX shell that unset every NFTCTL_ variable but those that hold `tokens`.
+
+    A name that no shell can unset is left, and launch refuses it.
+    """
+    kept = dict.fromkeys([*KEPT, *(name for name in tokens if re.fullmatch(r"NFTCTL_[A-Za-z0-9_]+", name))])
+    return "\n".join(
+        [
+            "# All that NFTCTL_ variables said is in the profile; those of this place must not change it. Tokens stay.",
+            r"for name in $(env | sed -n 's/^\(NFTCTL_[A-Za-z0-9_]*\)=.*/\1/p'); do",
+            f'    case $name in {" | ".join(kept)}) ;; *) unset "$name" ;; esac',
+            "done",
+        ]
+    )
 
 
 def _table(values: Mapping[str, Any], path: Path, given: set[str]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 
 from nftctl.errors import EnvironmentUnfit, UsageRefused
+from nftctl.submit.portable import without_settings
 from nftctl.submit.slurm import mark_outside, refuse_broken_line
 
 CONNECT_TIMEOUT_S = 5.0
@@ -75,20 +76,24 @@ def find_token(env: Mapping[str, str]) -> str:
         return ""
 
 
-def entrypoint(profile: str, setup: Sequence[str], options: Sequence[str], *, as_file: bool = False) -> str:
+def entrypoint(
+    profile: str, setup: Sequence[str], options: Sequence[str], tokens: Sequence[str] = (), *, as_file: bool = False
+) -> str:
     """The shell command of the job: `setup` lines, then `nftctl launch` with the profile as a here-document.
 
+    Of the NFTCTL_ variables that Ray's head or a line of `setup` has, only those that hold `tokens` reach the launch.
     `as_file`: through a file, for a launch that reads the profile more than once.
     """
     for line in setup:
         refuse_broken_line("--setup", line)
     mark = mark_outside(profile)
     inside = [profile.rstrip("\n"), mark]
+    before = [*setup, without_settings(tokens)]
     if not as_file:
         launch = shlex.join(["nftctl", "launch", "-", *options])
-        return "\n".join([*setup, f"exec {launch} <<'{mark}'", *inside, ""])
+        return "\n".join([*before, f"exec {launch} <<'{mark}'", *inside, ""])
     lines = ["folder=$(mktemp -d) || exit 8", f"cat >\"$folder/profile.toml\" <<'{mark}'", *inside]
-    return "\n".join([*setup, *lines, f'exec nftctl launch "$folder/profile.toml" {shlex.join(options)}', ""])
+    return "\n".join([*before, *lines, f'exec nftctl launch "$folder/profile.toml" {shlex.join(options)}', ""])
 
 
 def request(command: str, run: str, grace_s: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: W
         "slurm.template",
         {
             "title": f"Run {printable(name)} of nftctl on Slurm: {size.describe()}",
+            "why": f"#\n# {size.why}" if size.why else "",
             "job_name": re.sub(r"[^A-Za-z0-9._-]", "_", name),
             "nodes": str(size.nodes),
             "cpus": str(size.cpus),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,7 +21,7 @@ from nftctl.learning import crowd
 from nftctl.learning.order import Order
 from tests.learning.test_table import comparison
 
-from .program import HEAVY, nftctl, python, the_object
+from .program import HEAVY, environment, nftctl, python, the_object
 from .test_imports import modules
 
 SMALL = ("rl.sample_steps=8", "data.rows_per_step=2", "rl.group_size=2", "eval.samples_per_prompt=1")
@@ -74,6 +77,20 @@ def test_a_small_comparison_leaves_tables_and_curves(
     assert "figures, tables and curves: out" in printed.err
 
 
+def test_whoever_stops_it_is_told_that_nothing_was_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nftctl", "bench", "learning", "--seeds", "1", "--trials", "1", "--jobs", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), text=True, stderr=subprocess.PIPE)
+    assert process.stderr
+    while "tuning: " not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "come at the end of a comparison, so nothing was saved" in said
+    assert "stays valid" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tables_go_to_stdout_and_talk_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     learning._print(Console(), comparison())
     printed = capsys.readouterr()
@@ -88,6 +105,7 @@ def test_tables_go_to_stdout_and_talk_to_stderr(capsys: pytest.CaptureFixture[st
     ("arguments", "code", "message"),
     [
         (("--methods", "nft,ppo"), 2, "no method 'ppo'"),
+        (("--methods", "nft,nft"), 2, "the method 'nft' is named twice"),
         (("--methods", "control"), 2, "control takes the settings of nft"),
         (("--trials", "13"), 2, "--trials"),
         (("--output", "taken"), 2, "taken is there already and is not empty"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from nftctl.cli.probe import _item, suited
+from nftctl.reward.mixture import load_mixture
 from nftctl.reward.scorers import scorer_revision
 from tests.interop.cosmos_server import CosmosServer
 from tests.reward.fault_server import FaultServer
@@ -274,6 +277,42 @@ def test_only_the_reward_section_has_to_be_right(tmp_path: Path, url: str) -> No
     assert answer.returncode == 3
     assert "reward-revision-missing" in answer.stderr
     assert "init-from-missing" not in answer.stderr
+
+
+def test_the_command_that_a_service_prints_can_be_pasted(tmp_path: Path) -> None:
+    # It scores pictures of 32 x 32 alone, and prompts about shapes alone.
+    command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", "scenes", "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        printed = shlex.split(process.stderr.readline().partition(": ")[2])
+        assert printed[:2] == ["nftctl", "reward-ping"]
+        answer = nftctl(*printed[1:], "--count", "1", "--load", cwd=tmp_path)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert answer.returncode == 0, answer.stderr
+    assert "for 'a red circle'" in answer.stdout
+    assert "images of 32x32 from 4 ranks" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "scorers",
+    [
+        ("tiny_digits",), ("brightness",), ("jpeg_compressibility",), ("colour_shape",), ("scenes",),
+        ("colour_shape", "jpeg_compressibility=0.001"), ("brightness", "scenes=0.5"), ("colour_shape", "scenes"),
+    ],
+)  # fmt: skip
+def test_every_packaged_scorer_is_sent_what_it_scores(scorers: tuple[str, ...]) -> None:
+    mixture = load_mixture(scorers)
+    item = _item(suited(mixture.name), 0, noise=0.0)
+    ((score, _),) = mixture.score([item.image], [item.prompt], [{}])
+    assert isinstance(score, float)
+
+
+def test_an_unknown_service_is_sent_a_digits_picture() -> None:
+    assert (suited("my own").prompt, suited("").height) == ("a red seven", 8)
+    assert '"' in suited("0.5 ocr").prompt  # ocr reads what stands in quotation marks
 
 
 def test_serving_fails_with_words(tmp_path: Path) -> None:

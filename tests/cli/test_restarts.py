@@ -6,7 +6,11 @@ The attempts themselves are played: real ones are killed in tests/soak/test_node
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,13 @@ import pytest
 from nftctl.cli import restarts
 from nftctl.cli.console import Console
 from nftctl.cli.restarts import Attempts
+from nftctl.cli.signals import RESTARTS_LEFT
 from nftctl.engine import cluster
 from nftctl.engine.lost import RanksLost, noted, read_loss
 from nftctl.errors import EnvironmentUnfit, TrainingFailed
 from nftctl.profile.schema import Grid, Profile
 
-from .program import nftctl
+from .program import environment, nftctl
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     monkeypatch.setattr(restarts, "PAUSE_S", 0.05)
 
     def play(
-        endings: Sequence[tuple[int, str]], allowed: int, *, wait: float = 5, stop: bool = False
+        endings: Sequence[tuple[int, str]], allowed: int, *, wait: float = 5, stop: bool = False, json_: bool = False
     ) -> tuple[int, list[list[str]]]:
         calls: list[list[str]] = []
         run, left = tmp_path / "run", list(endings)
@@ -39,7 +44,8 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         def attempt(self: Attempts, words: Sequence[str]) -> int:
             calls.append(list(words))
             code, lost = left.pop(0)
-            self.spoken.append(f"output {len(calls)}\n")
+            said = json.dumps({"command": words[0], "ok": not code, "exit_code": code, "own": len(calls)})
+            self.spoken.append("" if code < 0 else said if json_ else f"output {len(calls)}\n")
             if lost == "no attempt":
                 return code
             folder = run / "logs" / f"attempt_{len(calls)}"
@@ -54,7 +60,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
         monkeypatch.setattr(Attempts, "_try", attempt)
         profile = Profile(grid=Grid(restart_wait_s=wait))
-        code = Attempts(Console(), run, profile, allowed, ["--set", "a=1"]).go(["launch", "x"])
+        code = Attempts(Console(json=json_), run, profile, allowed, ["--set", "a=1"]).go(["launch", "x"])
         assert left == []
         return code, calls
 
@@ -105,6 +111,150 @@ def test_a_driver_that_was_killed_is_a_loss(played: Any) -> None:
 
 def test_a_stopped_run_is_not_gone_on_with(played: Any) -> None:
     assert played([(7, "rank 1 died")], 5, stop=True) == (143, [["launch", "x"]])
+
+
+def test_the_object_says_how_many_restarts_there_were(
+    played: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played([(7, "node b is gone"), (7, "rank 1 died"), (0, "")], 3, json_=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"command": "launch", "ok": True, "exit_code": 0, "own": 3, "restarts": 2}
+
+
+def test_a_run_that_needs_no_restart_says_so(played: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    played([(7, "")], 3, json_=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"command": "launch", "ok": False, "exit_code": 7, "own": 1, "restarts": 0}
+
+
+def test_an_attempt_that_was_killed_leaves_an_object_all_the_same(
+    played: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played([(7, "rank 1 died"), (-9, "")], 1, json_=True)
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert (document["command"], document["ok"], document["exit_code"]) == ("launch", False, 137)
+    assert document["restarts"] == 1
+    assert document["error"]["message"] == "the process of the run was ended by SIGKILL"
+    # It had no time to say how to go on.
+    assert "nftctl resume" in document["error"]["hint"]
+    assert "nftctl resume" in said.err
+
+
+def test_the_way_back_is_said_when_there_is_no_room(
+    played: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def find(*_: Any) -> None:
+        raise EnvironmentUnfit("4 ranks need 4 CPU", hint="wait")
+
+    monkeypatch.setattr(cluster, "find_cluster", find)
+    (tmp_path / "run/checkpoints/step_000004").mkdir(parents=True)
+    played([(7, "node b is gone")], 3, wait=0.1, json_=True)
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert (document["exit_code"], document["restarts"]) == (8, 0)
+    assert document["error"]["message"] == "no room to go on within 0 s: 4 ranks need 4 CPU"
+    way = f"go on with: nftctl resume {tmp_path}/run --set a=1"
+    assert document["error"]["hint"] == f"wait; {way}"
+    assert said.err.count(way) == 1
+
+
+def test_the_way_back_is_said_when_a_lost_run_was_stopped(played: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    played([(7, "rank 1 died")], 5, stop=True)
+    assert capsys.readouterr().err.count("go on with: nftctl resume") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "expected"),
+    [
+        (RanksLost("rank 1 died"), "2", True),
+        (RanksLost("rank 1 died"), "0", False),
+        (RanksLost("rank 1 died"), None, False),
+        (TrainingFailed("the gradient is nan"), "2", False),
+    ],
+)
+def test_only_a_loss_that_is_gone_on_from_leaves_out_the_way_back(
+    error: TrainingFailed, left: str | None, expected: bool
+) -> None:
+    assert restarts.goes_on_by_itself(error, {} if left is None else {RESTARTS_LEFT: left}) is expected
+
+
+def test_an_attempt_knows_how_many_may_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
+            found.append(env[RESTARTS_LEFT])
+
+        def communicate(self) -> tuple[str, None]:
+            return "", None
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    attempts = Attempts(Console(), tmp_path, Profile(), 2)
+    for used in (0, 1, 2):
+        attempts.used = used
+        attempts._try(["launch"])
+    assert found == ["2", "1", "0"]
+
+
+TREE = """
+import os, sys
+from pathlib import Path
+from nftctl.cli import restarts
+from nftctl.cli.console import Console
+from nftctl.profile.schema import Profile
+
+sys.executable = sys.argv[1]
+attempts = restarts.Attempts(Console(), Path("run"), Profile(), 1)
+sys.exit(attempts.go(["launch"]))
+"""
+
+ATTEMPT = """#!{python}
+import os, time
+from nftctl.cli.signals import StopSignals
+
+asked = []
+with StopSignals() as signals:
+    signals.arm(asked.append, lambda: 11)
+    open("ready", "w").write(str(os.getpid()))
+    while not os.path.exists("step-done"):
+        time.sleep(0.01)
+    open("saved", "w").write(str(asked))
+raise SystemExit(128 + asked[0])
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_job_servers_stop_lets_the_run_save(tmp_path: Path, twice: bool) -> None:
+    """It tells the whole tree of processes at once, and the attempt hears the same word from above once more."""
+    attempt = tmp_path / "attempt"
+    attempt.write_text(ATTEMPT.format(python=sys.executable))
+    attempt.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TREE, str(attempt)], cwd=tmp_path, env=environment(), text=True, stderr=subprocess.PIPE
+    )
+    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+        time.sleep(0.01)
+    assert process.stderr
+    try:
+        for pid in (int((tmp_path / "ready").read_text()), process.pid):
+            os.kill(pid, signal.SIGTERM)
+        while "finishing step 12, then saving" not in process.stderr.readline():
+            pass
+        if twice:
+            # A person who means it tells the process that they started.
+            process.send_signal(signal.SIGTERM)
+        else:
+            time.sleep(0.2)  # for the same word from above
+            (tmp_path / "step-done").touch()
+        process.communicate(timeout=30)
+        assert process.returncode == 143
+        assert (tmp_path / "saved").exists() is not twice
+    finally:
+        (tmp_path / "step-done").touch()  # also where it heard nothing
+        process.kill()
 
 
 def test_room_is_waited_for_and_the_wait_is_said(

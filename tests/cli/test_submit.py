@@ -73,6 +73,14 @@ def profile_in(script: str) -> dict[str, Any]:
         (("--to", "slurm", "--memory-per-node", "much"), '--memory-per-node "much" is no size'),
         (("--to", "ray"), "which Ray cluster?"),
         (("--status", " ", "--address", "http://h"), "the id of the job is empty"),
+        (("--to", "slurm", "--name", ""), "--name is empty"),
+        ((*KUBERNETES, "--name", " "), "--name is empty"),
+        ((*KUBERNETES[:-1], "runs:/etc/nftctl"), "is in the way of /etc/nftctl"),
+        ((*KUBERNETES, "--secret", "scorer"), "--secret scorer means nothing: no reward provider"),
+        (("--await-nodes", "2", "--address", "http://h:1"), '--address "http://h:1" is not HOST:PORT'),
+        (("--await-nodes", "2", "--address", "head"), '--address "head" is not HOST:PORT'),
+        (("--await-nodes", "2", "--address", "ray://h:1"), "is Ray's client mode"),
+        (("--await-nodes", "2"), '--address "" is not HOST:PORT'),
     ],
 )
 def test_a_command_line_that_cannot_be_meant(
@@ -126,7 +134,8 @@ def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_script_is_printed_or_written(run: Run, tmp_path: Path) -> None:
-    arguments = ("--to", "slurm", "--name", "it's", "--set", "rl.group_size=12", "--sbatch", "--time=1:00:00")
+    sets = ("--set", "rl.group_size=12", "--set", "grid.device=cuda")
+    arguments = ("--to", "slurm", "--name", "it's", *sets, "--sbatch", "--time=1:00:00")
     code, out, said = run(*arguments)
     assert code == 0
     assert out.startswith("#!/bin/bash\n")
@@ -167,10 +176,16 @@ def test_a_manifest_takes_the_volume_for_what_is_on_it(run: Run) -> None:
     assert profile["job"] == {"name": "My_Run", "run_dir": "/data/runs"}
     assert profile["grid"] == {"address": "auto"}
     assert profile["rl"]["init_from"] == "/data/base"
-    launch = "nftctl launch /etc/nftctl/profile.toml --auto-resume --max-restarts 2"
-    assert job["spec"]["entrypoint"] == launch
+    assert job["spec"]["entrypoint"] == "sh /etc/nftctl/launch.sh"
+    launch = "exec nftctl launch /etc/nftctl/profile.toml --auto-resume --max-restarts 2\n"
+    assert config["data"]["launch.sh"].endswith(launch)
     assert "left to the pod, which sees the volume: init-from-missing of rl.init_from" in said
-    assert "RayJob my-run" in said
+    assert "RayJob my-run-" in said  # with a hash, since my-run is another run
+    assert (
+        config["metadata"]["name"]
+        == job["metadata"]["name"]
+        == json.loads(run("tiny_t2i_cpu", *KUBERNETES, *sets, "--name", "My_Run", "--json")[1])["submission"]["object"]
+    )
     # A file that is neither here nor on the volume is missed as ever.
     code, _, said = run("tiny_t2i_cpu", *KUBERNETES, "--set", "rl.init_from=/elsewhere/base")
     assert (code, "error[init-from-missing]" in said) == (3, True)
@@ -207,7 +222,12 @@ def test_the_object_of_a_text(run: Run, target: tuple[str, ...]) -> None:
     )  # fmt: skip
     own = "test_only" if target[1] == "slurm" else "object"
     assert list(document["submission"]) == [*DESCRIBED, own, "output", "text"]
-    assert (document["submission"]["run"], document["submission"]["gpus_per_node"]) == ("n", 4)
+    # The embedded default is made for CPUs.
+    assert (document["submission"]["run"], document["submission"]["gpus_per_node"]) == ("n", 0)
+    assert 'grid.device = "cuda" asks for them' in document["submission"]["text"]
+    assert "gpu" not in "".join(
+        line for line in document["submission"]["text"].splitlines() if line.startswith("#SBATCH") or "nvidia" in line
+    )
     assert "launch" in document["submission"]["text"]
 
 
@@ -219,7 +239,8 @@ def test_a_run_is_handed_to_a_job_server(run: Run, fake: FakeJobs) -> None:
     code, out, said = run(*arguments, "--setup", ". /v/bin/activate", "--grace", "9", "--set", "grid.address=h:1")
     assert (code, out) == (0, "raysubmit_0\n")
     (body,) = fake.bodies
-    assert body["entrypoint"].startswith(". /v/bin/activate\nexec nftctl launch - --auto-resume <<'END_OF_PROFILE'\n")
+    assert body["entrypoint"].startswith(". /v/bin/activate\n# All that NFTCTL_ variables said is in the profile")
+    assert "\nexec nftctl launch - --auto-resume <<'END_OF_PROFILE'\n" in body["entrypoint"]
     assert profile_in(body["entrypoint"])["grid"] == {"address": "auto"}
     assert profile_in(body["entrypoint"])["job"] == {"name": "n", "run_dir": "/shared"}
     assert body["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "9"}}

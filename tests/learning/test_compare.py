@@ -11,6 +11,7 @@ from nftctl.errors import ProfileRefused, UsageRefused
 from nftctl.learning import compare
 from nftctl.learning.compare import MARKS, Plan
 from nftctl.learning.order import Order
+from nftctl.learning.table import tables
 from nftctl.learning.trials import GRIDS, GUIDANCES, NAMES, settings_of
 from tests.learning.test_summary import look, point
 
@@ -73,7 +74,9 @@ def test_trials_are_made_and_judged_before_anything_is_tested(profile: Any) -> N
     assert [trial["merit"] for trial in found["trials"][-4:]] == pytest.approx([0.62, 0.62, 0.62, None])
     assert found["summary"]["methods"]["flow-grpo"]["at"]["seconds"]["reward"]["mean"] == pytest.approx(0.6)
     assert len(found["plan"]["prompts"]["tuning"]) == 8
-    assert "[tuning 10/10] guidance seed 1000: at most 0.700, with 7" in said
+    # 5 and 7 are tested like the others, and no trials.
+    assert tuning[-1].guidances == GUIDANCES[:3]
+    assert "[tuning 10/10] guidance seed 1000: at most 0.300, with 3" in said
     assert "[test 1/10] nft seed 0 lr 0.0003, timesteps 8: 0.500 -> 0.600 in 2 steps, 8 samples, 9 s" in said
 
 
@@ -82,6 +85,18 @@ def test_every_run_has_the_same_rows_groups_and_adapter(profile: Any) -> None:
     compare.compare(profile("rl.sample_steps=8"), "mine", plan(seeds=1, trials=1), runner, lambda _: None)
     orders = [order for asked in runner.asked for order in asked]
     assert all(order.profile == orders[0].profile for order in orders)
+
+
+def test_with_one_trial_only_what_was_tried_is_marked(profile: Any) -> None:
+    runner = Paper(lambda _: 0.6)
+    asked = plan(seeds=1, trials=1, methods=("nft", "guidance"))
+    found = compare.compare(profile("rl.sample_steps=8"), "mine", asked, runner, lambda _: None)
+    assert list(tables(found)[-1].rows) == [
+        ("DiffusionNFT", "lr 0.001, timesteps 4", "0.600 (chosen)"),
+        ("guidance", "1", "0.100 (chosen)"),
+    ]
+    # All six are tested all the same.
+    assert list(found["summary"]["guidance"]) == ["1", "1.5", "2", "3", "5", "7"]
 
 
 def test_a_subset_is_compared_alone(profile: Any) -> None:
@@ -96,7 +111,12 @@ def test_a_subset_is_compared_alone(profile: Any) -> None:
 
 @pytest.mark.parametrize(
     ("methods", "message"),
-    [(("nft", "ppo"), "no method 'ppo'"), ((), "no method"), (("control",), "control takes the settings of nft")],
+    [
+        (("nft", "ppo"), "no method 'ppo'"),
+        ((), "no method"),
+        (("control",), "control takes the settings of nft"),
+        (("nft", "guidance", "nft"), "the method 'nft' is named twice"),
+    ],
 )
 def test_methods_that_mean_nothing_are_refused(methods: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageRefused, match=message):

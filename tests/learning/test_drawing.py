@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from nftctl.learning.curves import STYLES, draw
+from nftctl.learning.curves import STYLES, _ticks, draw
 from nftctl.learning.drawing import Area, Drawing, Stroke, Words, strokes
 from nftctl.learning.summary import summarise
 from nftctl.learning.trials import NAMES
@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def comparison() -> dict[str, Any]:
     found = document(a_run("nft", 0, 0.1), a_run("nft", 1, 0.2), a_run("control", 0, -0.1), guided(0))
-    found["plan"] |= {"seconds": 10.0, "samples": 8}
+    found["plan"] |= {"seconds": 10.0, "samples": 8, "trials": 2}
     found["chosen"] = {"guidance": {"settings": {"guidance": 3.0}}}
     return found | {"summary": summarise(found)}
 
@@ -74,6 +74,34 @@ def test_curves_stand_where_their_numbers_are(tmp_path: Path) -> None:
     (top, bottom) = sorted({y for x, y in bands[1].points if x == max(x for x, _ in bands[1].points)})
     assert top < nft.points[2][1] < bottom
     assert "base, guidance 3: chosen by tuning, no training" in [p.text for p in drawing.parts if isinstance(p, Words)]
+
+
+def test_guidance_that_nothing_was_compared_with_is_not_called_chosen() -> None:
+    found = comparison()
+    found["plan"]["trials"] = 1
+    words = [p.text for p in draw(found, "samples").parts if isinstance(p, Words)]
+    assert "base, guidance 3: the only one tried, no training" in words
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-12, 1e-4, 0.003, 0.01, 0.4, 7.0, 300.0, 2e6])
+def test_there_are_ticks_however_small_or_large_the_differences(spread: float) -> None:
+    found = comparison()
+    del found["chosen"]["guidance"]
+    for method in found["summary"]["methods"].values():
+        for number, point in enumerate(method["curves"]["samples"]):
+            at = 0.8 + spread * number
+            point["reward"] = {"mean": at, "low": at, "high": at}
+    shown = [p for p in draw(found, "samples").parts if isinstance(p, Words) and p.anchor == "end"]
+    texts = [p.text for p in shown if p.at[0] < 100]
+    assert 2 <= len(texts) <= 8
+    assert len(set(texts)) == len(texts)
+    assert max(map(len, texts)) <= 8  # what there is room for
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert _ticks(0.7979, 0.8021) == [0.798, 0.799, 0.8, 0.801, 0.802]
+    assert _ticks(-0.35, 0.25) == [-0.3, -0.2, -0.1, 0.0, 0.1, 0.2]
+    assert _ticks(0.0, 4100.0) == [1000.0, 2000.0, 3000.0, 4000.0]
 
 
 def test_without_a_judge_there_is_one_panel() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from nftctl.errors import UsageRefused
 from nftctl.submit.kubernetes import Wishes, is_on, manifest, object_name, parse_volume, quoted
 from nftctl.submit.size import Size
 
+from .stubs import Stubs
+
 WISHES = Wishes("registry/nftctl:1", "runs", "/data")
 PROFILE = '# The profile\n\n[job]\nname = "a: \\"b\\" #c"\n'
 SIZE = Size(nodes=3, ranks=24, ranks_per_node=8, gpus=8, cpus=32)
-COMMAND = "nftctl launch /etc/nftctl/profile.toml --auto-resume"
+OPTIONS = ["--auto-resume", "--max-restarts", "2"]
 
 
 def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
@@ -81,7 +85,7 @@ RAYJOB = closed(
 CONFIG = closed(
     {
         "apiVersion": {"const": "v1"}, "kind": {"const": "ConfigMap"}, "metadata": METADATA,
-        "data": closed({"profile.toml": TEXT}, "profile.toml"),
+        "data": closed({"profile.toml": TEXT, "launch.sh": TEXT}, "profile.toml", "launch.sh"),
     },
     "apiVersion", "kind", "metadata", "data",
 )  # fmt: skip
@@ -98,7 +102,7 @@ def read(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def make(
     run: str = "first", profile: str = PROFILE, size: Size = SIZE, tokens: tuple[str, ...] = (), **more: Any
 ) -> str:
-    return manifest(profile, run, size, tokens, COMMAND, replace(WISHES, **more))
+    return manifest(profile, run, size, tokens, OPTIONS, replace(WISHES, **more))
 
 
 def test_the_manifest_says_what_was_asked_for() -> None:
@@ -106,7 +110,11 @@ def test_the_manifest_says_what_was_asked_for() -> None:
     assert config["data"]["profile.toml"] == PROFILE
     assert config["metadata"] == job["metadata"] == {"name": "first", "namespace": "team"}
     spec = job["spec"]
-    assert spec["entrypoint"] == COMMAND
+    # Plain words: what is in quotes here would be read by two shells.
+    assert spec["entrypoint"] == "sh /etc/nftctl/launch.sh"
+    assert (
+        "\nexec nftctl launch /etc/nftctl/profile.toml --auto-resume --max-restarts 2\n" in config["data"]["launch.sh"]
+    )
     assert (spec["submissionMode"], spec["backoffLimit"]) == ("K8sJobMode", 3)
     assert (spec["shutdownAfterJobFinishes"], spec["ttlSecondsAfterFinished"]) == (True, 600)
     assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}
@@ -132,6 +140,24 @@ def test_the_manifest_says_what_was_asked_for() -> None:
     assert {"name": "profile", "mountPath": "/etc/nftctl"} in container["volumeMounts"]
 
 
+def test_what_a_pod_says_does_not_reach_the_run(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path / "stubs")
+    config, _ = read(make(tokens=("NFTCTL_REWARD_TOKEN", "T"), secret="scorer"))
+    more = {"NFTCTL_RL__BETA": "3", "NFTCTL_REWARD_TOKEN": "s", "NFTCTL_DEBUG": "1", "NFTCTL_PROFILE": "p", "T": "t"}
+    (tmp_path / "launch.sh").write_text(config["data"]["launch.sh"])
+    command = ["/bin/sh", str(tmp_path / "launch.sh")]
+    subprocess.run(command, env=stubs.environment() | more, check=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert stubs.calls == ["nftctl launch /etc/nftctl/profile.toml --auto-resume --max-restarts 2"]
+    seen = (stubs.folder / "environment").read_text().splitlines()
+    kept = sorted(line for line in seen if line.startswith(("NFTCTL_", "T=")))
+    assert kept == ["NFTCTL_DEBUG=1", "NFTCTL_REWARD_TOKEN=s", "T=t"]
+
+
+def test_what_a_device_left_open_means_is_said() -> None:
+    assert "so it is" not in make()
+    assert "\n#\n# so it is\n#\n#   start it" in make(size=replace(SIZE, why="so it is"))
+
+
 def test_on_cpus_and_without_a_secret_less_is_asked_for() -> None:
     text = make(size=Size(1, 4, 4, 0, 4), tokens=("T",))
     _, job = read(text)
@@ -146,7 +172,7 @@ def test_it_is_commented_and_its_commands_name_it() -> None:
     text = make(run="My_Run", secret="scorer", tokens=("T",), namespace="team")
     comments = [line for line in text.splitlines() if line.strip().startswith("#")]
     assert len(comments) >= 15
-    assert "#   how it stands     kubectl -n team get rayjob my-run" in comments
+    assert f"#   how it stands     kubectl -n team get rayjob {object_name('My_Run')}" in comments
     assert "#   the secret        kubectl -n team create secret generic scorer --from-file=T=TOKEN_FILE" in comments
 
 
@@ -175,8 +201,9 @@ def test_no_value_leaves_its_place(run: str, lines: list[str], token: str) -> No
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        ("first", "first"), ("nft_public_4gpu", "nft-public-4gpu"), ("A.b", "a-b"),
-        ("x" * 40, "x" * 40), ("x" * 41, None), ("übung", None), ("--", None), ("a/b c", None), ("a+b", None),
+        ("first", "first"), ("nft-public-4gpu", "nft-public-4gpu"), ("nft_public_4gpu", None), ("A.b", None),
+        ("x" * 40, "x" * 40), ("x" * 41, None), ("a--b", None), ("übung", None), ("--", None), ("a/b c", None),
+        ("a+b", None),
     ],
 )  # fmt: skip
 def test_names_as_kubernetes_spells_them(run: str, name: str | None) -> None:
@@ -187,6 +214,13 @@ def test_names_as_kubernetes_spells_them(run: str, name: str | None) -> None:
         assert object_name(run + "x") != found
     else:
         assert found == name
+
+
+def test_runs_with_names_of_their_own_are_objects_of_their_own() -> None:
+    # Each is a folder of its own on the volume, and applying one must not change the other.
+    names = ["my-run", "My-Run", "my.run", "my_run", "my--run", "my-run-", "MY-RUN"]
+    assert len({object_name(name) for name in names}) == len(names)
+    assert object_name("My-Run").startswith("my-run-")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +240,14 @@ def test_a_volume_is_a_claim_and_a_place() -> None:
     for wrong in ("", "runs", "runs:", "runs:data", "runs:/", "runs:/a/../b", ":/data", "Runs:/data", "runs:/a:ro"):
         with pytest.raises(UsageRefused, match="is not CLAIM:/PATH"):
             parse_volume(wrong)
+
+
+def test_a_volume_does_not_hide_the_profile() -> None:
+    for wrong in ("/etc/nftctl", "/etc/nftctl/", "//etc/nftctl", "/etc", "/etc/nftctl/runs", "/etc/./nftctl"):
+        with pytest.raises(UsageRefused, match="is in the way of /etc/nftctl, where the pod has the profile"):
+            parse_volume(f"runs:{wrong}")
+    assert parse_volume("runs:/etc/nftctl-runs") == ("runs", "/etc/nftctl-runs")
+    assert parse_volume("runs://data") == ("runs", "/data")
 
 
 def test_what_lies_on_a_volume() -> None:

@@ -179,12 +179,12 @@ def test_where_the_server_is() -> None:
             find_address(None, {"RAY_ADDRESS": wrong})
 
 
-def run_job(command: str, stubs: Stubs) -> None:
+def run_job(command: str, stubs: Stubs, **more: str) -> None:
     """As Ray runs it."""
+    env = stubs.environment() | {"TMPDIR": str(stubs.folder)} | more
     done = subprocess.run(
-        command, shell=True, env=stubs.environment() | {"TMPDIR": str(stubs.folder)}, cwd=stubs.folder, check=False,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        command, shell=True, env=env, cwd=stubs.folder, check=False, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -207,6 +207,22 @@ def test_no_value_becomes_shell(name: str, as_file: bool, tmp_path_factory: pyte
         text = (stubs.folder / "profile-0.toml").read_text()
     assert text == profile_text(resolved)
     assert tomllib.loads(text)["job"]["name"] == name
+    assert not list(stubs.folder.rglob("bad"))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_rays_head_says_does_not_reach_the_run(tmp_path: Path, as_file: bool) -> None:
+    stubs = Stubs(tmp_path / "stubs")
+    # Only variables of ours are unset, so the name of a token may be anything at all.
+    tokens = ["NFTCTL_REWARD_TOKEN", "MY_TOKEN", "x; touch bad", "NFTCTL_JUDGE_TOKEN"]
+    command = entrypoint("# p\n", ["export NFTCTL_RL__SEED=7"], ["--auto-resume"], tokens, as_file=as_file)
+    run_job(
+        command, stubs, NFTCTL_RL__BETA="3 \n NFTCTL_X=1", NFTCTL_rl__seed="2", NFTCTL_PROFILE="p", NFTCTL_DEBUG="1",
+        NFTCTL_REWARD_TOKEN="s", NFTCTL_JUDGE_TOKEN="j", MY_TOKEN="m",
+    )  # fmt: skip
+    seen = (stubs.folder / "environment").read_text().splitlines()
+    kept = sorted(line for line in seen if line.startswith(("NFTCTL_", "MY_TOKEN")))
+    assert kept == ["MY_TOKEN=m", "NFTCTL_DEBUG=1", "NFTCTL_JUDGE_TOKEN=j", "NFTCTL_REWARD_TOKEN=s"]
     assert not list(stubs.folder.rglob("bad"))
 
 

@@ -22,9 +22,28 @@ from nftctl.submit.size import Size, size_of
     ],
 )
 def test_the_fewest_nodes_filled_evenly(ranks: int, per_node: int, group: int | None, expected: Size) -> None:
-    sets = [f"rl.group_size={ranks}", *([f"grid.shard_group={group}"] if group else [])]
+    sets = ["grid.device=cuda", f"rl.group_size={ranks}", *([f"grid.shard_group={group}"] if group else [])]
     profile = load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=sets, env={}).profile
     assert size_of(profile, per_node) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "gpus", "words"),
+    [
+        ("tiny_t2i_cpu", "auto", 0, 'made for CPUs: no GPUs are asked for; grid.device = "cuda" asks for them'),
+        ("scenes_t2i_cpu", "auto", 0, "scenes_t2i_cpu is made for CPUs"),
+        ("tiny_t2i_cpu", "cuda", 4, ""),
+        ("cosmos3_nft_t2i_public_4gpu", "auto", 4, 'a GPU is asked for per rank; grid.device = "cpu" asks for none'),
+        ("cosmos3_nft_t2i_public_4gpu", "cuda", 4, ""),
+        ("cosmos3_nft_t2i_public_4gpu", "cpu", 0, ""),
+    ],
+)
+def test_a_device_that_is_left_open_follows_the_contract(name: str, device: str, gpus: int, words: str) -> None:
+    profile = load_profile(bundled_profiles()[name], sets=[f"grid.device={device}"], env={}).profile
+    size = size_of(profile, 8)
+    assert (size.ranks_per_node, size.gpus, size.cpus) == (4, gpus, 4 * gpus or 4)
+    assert words in size.why
+    assert bool(size.why) is (device == "auto")
 
 
 def test_on_cpus_there_are_no_gpus_and_a_cpu_for_each_rank() -> None:

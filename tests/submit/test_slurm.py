@@ -162,10 +162,16 @@ def test_a_missing_program_is_named(stubs: Stubs) -> None:
 
 def test_variables_of_another_day_do_not_reach_the_run(stubs: Stubs) -> None:
     extra = {"NFTCTL_RL__BETA": "3", "NFTCTL_REWARD_TOKEN": "s", "NFTCTL_DEBUG": "1", "NFTCTL_PROFILE": "p", "B": "b"}
-    assert stubs.run(make(), extra=extra)[0] == 0
+    # Nor do those that a line of --setup brings along.
+    assert stubs.run(make(setup=["export NFTCTL_RL__SEED=7"]), extra=extra)[0] == 0
     seen = (stubs.folder / "environment").read_text().splitlines()
     kept = sorted(line for line in seen if line.startswith(("NFTCTL_", "B=")))
     assert kept == ["B=b", "NFTCTL_DEBUG=1", "NFTCTL_REWARD_TOKEN=s"]
+
+
+def test_what_a_device_left_open_means_is_said() -> None:
+    assert "so it is" not in make()
+    assert "\n#\n# so it is\n#\n#   sbatch FILE" in make(size=replace(SIZE, why="so it is"))
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=20)

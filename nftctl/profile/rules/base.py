@@ -15,6 +15,7 @@ from nftctl.profile.artifacts import (
     pixels_per_latent,
     read_object,
     read_weights,
+    unknown_set,
 )
 from nftctl.profile.hub import is_offline
 from nftctl.profile.rules.rule import Facts, Problem, Rule
@@ -31,8 +32,9 @@ def _missing(facts: Facts) -> Iterator[Problem]:
         message = "rl.init_from is required: training starts from a base, never from scratch"
         yield Problem("rl.init_from", message, "the folder of a base in diffusers layout, or `embedded`")
     elif facts.base.kind == "unreadable":
-        help = "a base is a folder with model_index.json and transformer/config.json"
-        yield Problem("rl.init_from", f'rl.init_from = "{value}": {facts.base.reason}', help)
+        reason, help = unknown_set(value)
+        help = help or "a base is a folder with model_index.json and transformer/config.json"
+        yield Problem("rl.init_from", f'rl.init_from = "{value}": {reason or facts.base.reason}', help)
 
 
 def _hub(facts: Facts) -> Iterator[Problem]:

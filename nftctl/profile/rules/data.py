@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes, most_checkpoints
-from nftctl.profile.artifacts import exists, local
+from nftctl.profile.artifacts import EMBEDDED_SETS, embedded_set, exists, local
 from nftctl.profile.estimate import in_denoiser
 from nftctl.profile.prompts import INVALID, MISSING
 from nftctl.profile.rules.rule import Facts, Problem, Rule
@@ -23,7 +23,8 @@ def _missing(facts: Facts) -> Iterator[Problem]:
     for file in facts.prompt_files:
         for finding in file.findings:
             if finding.code == MISSING:
-                yield Problem(file.key, f"{file.key}: {finding.message}")
+                value = f' = "{finding.origin}"' if finding.help else ""
+                yield Problem(file.key, f"{file.key}{value}: {finding.message}", finding.help)
 
 
 def _invalid(facts: Facts) -> Iterator[Problem]:
@@ -31,6 +32,20 @@ def _invalid(facts: Facts) -> Iterator[Problem]:
         for finding in file.findings:
             if finding.code == INVALID:
                 yield Problem(file.key, finding.message, finding.help, (finding.origin, finding.line, finding.column))
+
+
+def _other_set(facts: Facts) -> Iterator[Problem]:
+    """A packaged base has seen no words but those of its own prompts."""
+    profile = facts.profile
+    base = embedded_set(profile.rl.init_from)
+    for key, value in (("data.prompt_file", profile.data.prompt_file), ("eval.prompt_file", profile.eval.prompt_file)):
+        prompts = embedded_set(value)
+        if base is not None and prompts is not None and prompts != base:
+            names = {folder: name for name, folder in EMBEDDED_SETS.items()}
+            message = (
+                f'{key} = "{value}" are prompts of {names[prompts]}, and rl.init_from is the base of {names[base]}'
+            )
+            yield Problem(key, message, f'{key} = "embedded:{names[base]}", or the other base')
 
 
 def _short(facts: Facts) -> Iterator[Problem]:
@@ -115,6 +130,7 @@ def _stop(facts: Facts) -> Iterator[Problem]:
 RULES = (
     Rule(MISSING, "There is something to train on.", _missing),
     Rule(INVALID, "Every line is of the declared format.", _invalid),
+    Rule("prompt-file-other-set", "A packaged base reads the prompts of its own set.", _other_set),
     Rule("prompt-file-short", "The rows of one step are different rows.", _short),
     Rule("prompt-duplicate", "A line that stands twice is trained on twice as often.", _duplicate, "warning"),
     Rule("disk-space", "There is room for every checkpoint that is kept.", _disk),

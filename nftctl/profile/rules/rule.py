@@ -13,9 +13,9 @@ from typing import Literal
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.profile.adapter import denoiser_modules
-from nftctl.profile.artifacts import Base, Weights, inspect_base
+from nftctl.profile.artifacts import Base, Weights, inspect_base, unknown_set
 from nftctl.profile.load import Resolved
-from nftctl.profile.prompts import Prompt, read_prompts, resolve_prompt_file
+from nftctl.profile.prompts import MISSING, Prompt, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
 from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
 
@@ -111,6 +111,9 @@ class Facts:
 
 def _read(key: str, value: str, split: Literal["train", "test"]) -> PromptFile:
     path = resolve_prompt_file(value, split)
+    reason, help = unknown_set(value)
+    if reason:
+        return PromptFile(key, path, [], [Finding(MISSING, key, reason, help, origin=value)])
     try:
         return PromptFile(key, path, read_prompts(path), [])
     except ProfileRefused as refused:

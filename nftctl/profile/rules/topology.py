@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nftctl.profile.diagnose import shown
 from nftctl.profile.endpoint import CLIENT_MODE, CLIENT_MODE_HELP, endpoint
 from nftctl.profile.rules.rule import Facts, Problem, Rule
+
+INTERFACE_BYTES = 15
+"""Longest name of a network interface (IFNAMSIZ, less its end)."""
 
 
 def _backend(facts: Facts) -> Iterator[Problem]:
@@ -49,6 +53,24 @@ def _address(facts: Facts) -> Iterator[Problem]:
         if address.startswith(CLIENT_MODE):
             help = CLIENT_MODE_HELP
         yield Problem("grid.address", f'grid.address = "{address}" {error}', help)
+
+
+def _interface(facts: Facts) -> Iterator[Problem]:
+    """What no node can have; whether a node has it is asked of the node."""
+    name = facts.profile.grid.interface
+    if not name:
+        return
+    wrong = sorted({c for c in name if c.isspace() or not c.isprintable() or c in "/:,"})
+    if wrong:
+        reason = f"has {', '.join('a space' if c == ' ' else shown(c) for c in wrong)} in it"
+    elif len(name.encode()) > INTERFACE_BYTES:
+        reason = f"has {len(name.encode())} bytes, and a name has at most {INTERFACE_BYTES}"
+    elif name in (".", ".."):
+        reason = "names a folder"
+    else:
+        return
+    help = "one name that every node has, such as eth0, or remove the key"
+    yield Problem("grid.interface", f"grid.interface = {shown(name)} is no network interface: it {reason}", help)
 
 
 def _role_shape(facts: Facts) -> Iterator[Problem]:
@@ -111,6 +133,7 @@ RULES = (
         "A run has a Ray of its own, or joins one as a member: local, auto or HOST:PORT, never ray://.",
         _address,
     ),
+    Rule("grid-interface", "Ranks talk over one interface, whose name an interface can have.", _interface),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
     Rule("shard-group", "Shard groups are of one size, and something is sharded over them.", _shard_group),
     Rule("shard-replicated", "Only a frozen base is replicated.", _replicated),
