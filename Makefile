@@ -21,7 +21,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 demo: $(VENV)/.run  ## Install, train the embedded model, show the reward rising
-	$(BIN)/nftctl launch tiny_t2i_cpu
+	$(BIN)/nftctl launch scenes_t2i_cpu
 
 test: $(VENV)/.dev  ## Every test that CI runs
 	$(PYTEST) -n 2 --dist loadgroup --durations 15 --durations-min 5 -m "not soak and not gpu"
@@ -51,7 +51,7 @@ completions: $(VENV)/.dev  ## Write the shell completions anew
 docs: $(VENV)/.dev  ## Write the reference page, the JSON Schema and the README's generated parts anew
 	$(BIN)/python -m nftctl.cli.reference .
 
-base: $(VENV)/.dev  ## Pretrain the embedded base and its scorer anew (minutes)
+base: $(VENV)/.dev  ## Pretrain the base of the digits anew (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m nftctl.model.tiny.recipe
 
 scenes: $(VENV)/.dev  ## Pretrain the base of the scenes anew (minutes on a GPU)

@@ -322,7 +322,7 @@ def reward_serve(
     epilog="""\b
 Examples:
   nftctl profiles
-  nftctl profiles tiny_t2i_cpu
+  nftctl profiles scenes_t2i_cpu
   nftctl profiles --schema > profile.schema.json"""
 )
 def profiles(
@@ -366,7 +366,7 @@ def init(
         typer.Option(
             "--from", metavar="NAME", autocompletion=completion.bundled_names, help="The bundled profile to extend."
         ),
-    ] = "tiny_t2i_cpu",
+    ] = "scenes_t2i_cpu",
     json: JsonOption = False,
 ) -> None:
     """Write a commented profile to start from."""

@@ -41,7 +41,7 @@ BenchArgument = Annotated[
         callback=refuse_word,
         autocompletion=offered,
         help="A .toml file, the name of a bundled profile, or - for stdin. "
-        "Default: $NFTCTL_PROFILE, then ./profile.toml, then tiny_t2i_cpu.",
+        "Default: $NFTCTL_PROFILE, then ./profile.toml, then scenes_t2i_cpu.",
     ),
 ]
 

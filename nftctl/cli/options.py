@@ -16,7 +16,7 @@ ProfileArgument = Annotated[
         show_default=False,
         autocompletion=completion.profile_names,
         help="A .toml file, the name of a bundled profile, or - for stdin. "
-        "Default: $NFTCTL_PROFILE, then ./profile.toml, then tiny_t2i_cpu.",
+        "Default: $NFTCTL_PROFILE, then ./profile.toml, then scenes_t2i_cpu.",
     ),
 ]
 

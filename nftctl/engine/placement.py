@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nftctl import __version__
 from nftctl.engine.cluster import Cluster, choose_device, ray_folder
 from nftctl.engine.seats import Node, bundle_of
 from nftctl.errors import EnvironmentUnfit
@@ -164,7 +165,9 @@ def own_code() -> dict[str, str]:
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return {name: version(name) for name in ("nftctl", "torch", "diffusers", "peft")} | {"source": digest.hexdigest()}
+    # Of itself nftctl needs no metadata: a source tree on the path of Python has none.
+    others = {name: version(name) for name in ("torch", "diffusers", "peft")}
+    return {"nftctl": __version__} | others | {"source": digest.hexdigest()}
 
 
 def refuse_other_code(bundles: Any, ranks: Iterable[int], folders: list[Path]) -> None:

@@ -27,7 +27,7 @@ from nftctl.profile.t2i import T2I_PROFILES
 
 __all__ = ["Origin", "Resolved", "bundled_profiles", "find_profile", "load_profile", "load_resolved"]
 
-EMBEDDED_DEFAULT = "tiny_t2i_cpu"
+EMBEDDED_DEFAULT = "scenes_t2i_cpu"
 RESOLVED_FILE = "profile.resolved.json"
 STDIN = Path("/dev/stdin")
 

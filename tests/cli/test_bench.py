@@ -164,7 +164,8 @@ def test_a_base_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.soak
 def test_the_whole_command(tmp_path: Path) -> None:
-    answer = nftctl("bench", "--ranks", "2", "--steps", "2", "--warm", "1", "--output", "o", "--json", cwd=tmp_path)
+    arguments = ("--ranks", "2", "--steps", "2", "--warm", "1", "--output", "o")
+    answer = nftctl("bench", "tiny_t2i_cpu", *arguments, "--json", cwd=tmp_path)
     document = the_object(answer)
     assert document["bench"]["ranks"] == 2
     assert document["chart"] == "o/bench.png"

@@ -88,16 +88,16 @@ def test_what_was_written_is_a_base_that_validate_and_launch_take(tmp_path: Path
     (tmp_path / "base").symlink_to(EMBEDDED_BASE)
     assert nftctl("convert", "base", "dcp", cwd=tmp_path).returncode == 0
     sets = ("--set", "rl.init_from=dcp")
-    refused = nftctl("validate", *sets, cwd=tmp_path)
+    refused = nftctl("validate", "tiny_t2i_cpu", *sets, cwd=tmp_path)
     assert refused.returncode == 3
     assert "error[tokenizer-missing]" in refused.stderr
     assert "1 error in the profile" in refused.stderr
     sets = (*sets, "--set", "model.tokenizer=base/tokenizer")
     one, two = (
-        the_object(nftctl("validate", *more, "--json", cwd=tmp_path))["memory"] for more in ((), sets)
+        the_object(nftctl("validate", "tiny_t2i_cpu", *more, "--json", cwd=tmp_path))["memory"] for more in ((), sets)
     )  # fmt: skip
     assert one == two
-    plan = the_object(nftctl("launch", "--dry-run", *sets, "--json", cwd=tmp_path))["plan"]
+    plan = the_object(nftctl("launch", "tiny_t2i_cpu", "--dry-run", *sets, "--json", cwd=tmp_path))["plan"]
     from nftctl.run.hashing import fingerprint_denoiser
 
     assert plan["base"] == {"path": "dcp", "fingerprint": fingerprint_denoiser(EMBEDDED_BASE)}

@@ -67,7 +67,7 @@ def test_a_used_run_folder_is_refused_before_anything_starts(tmp_path: Path) -> 
     make_resumable(tmp_path / "runs")
     before = snapshot(tmp_path)
     for more in ((), ("--dry-run",)):
-        answer = nftctl("launch", "--name", "first", *more, cwd=tmp_path)
+        answer = nftctl("launch", "tiny_t2i_cpu", "--name", "first", *more, cwd=tmp_path)
         assert answer.returncode == 5
         assert "runs/first is in use already" in answer.stderr
         assert "nftctl resume runs/first" in answer.stderr
@@ -248,7 +248,8 @@ def test_closing_words_of_a_stopped_run() -> None:
 
 
 def test_auto_resume_starts_fresh_only_where_there_was_never_a_checkpoint(tmp_path: Path) -> None:
-    arguments = ("launch", "--auto-resume", "--name", "first", "--run-dir", str(tmp_path), "--steps", "9", "--dry-run")
+    place = ("--name", "first", "--run-dir", str(tmp_path))
+    arguments = ("launch", "tiny_t2i_cpu", "--auto-resume", *place, "--steps", "9", "--dry-run")
     answer = nftctl(*arguments, "--json", cwd=tmp_path)
     assert "a fresh start" in answer.stderr
     assert the_object(answer)["plan"]["steps"] == {"from": 0, "to": 9}
@@ -268,7 +269,7 @@ def test_auto_resume_refuses_a_profile_that_is_another_run(tmp_path: Path) -> No
     make_resumable(tmp_path)
     before = snapshot(tmp_path)
     arguments = ("--auto-resume", "--name", "first", "--run-dir", str(tmp_path), "--steps", "9")
-    answer = nftctl("launch", *arguments, "--set", "rl.beta=2.0", cwd=tmp_path)
+    answer = nftctl("launch", "tiny_t2i_cpu", *arguments, "--set", "rl.beta=2.0", cwd=tmp_path)
     assert answer.returncode == 6
     assert "rl.beta" in answer.stderr
     assert snapshot(tmp_path) == before
@@ -405,7 +406,7 @@ def test_the_name_of_a_running_run_is_not_for_another(tmp_path: Path) -> None:
     run = make_resumable(tmp_path / "runs")
     with run.lock():
         before = snapshot(tmp_path)
-        answer = nftctl("launch", "--name", "first", cwd=tmp_path)
+        answer = nftctl("launch", "tiny_t2i_cpu", "--name", "first", cwd=tmp_path)
         assert snapshot(tmp_path) == before
     assert answer.returncode == 5
     assert "runs/first is in use by a running nftctl" in answer.stderr

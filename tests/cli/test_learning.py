@@ -78,7 +78,8 @@ def test_a_small_comparison_leaves_tables_and_curves(
 
 
 def test_whoever_stops_it_is_told_that_nothing_was_saved(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nftctl", "bench", "learning", "--seeds", "1", "--trials", "1", "--jobs", "1"]
+    command = [sys.executable, "-m", "nftctl", "bench", "learning", "--profile", "tiny_t2i_cpu"]
+    command += ["--seeds", "1", "--trials", "1", "--jobs", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), text=True, stderr=subprocess.PIPE)
     assert process.stderr
     while "tuning: " not in process.stderr.readline():

@@ -255,10 +255,10 @@ def test_no_warning_about_resources(tmp_path: Path, silent: int, path: str) -> N
 
 
 def test_an_embedded_scorer_is_started_to_be_asked(tmp_path: Path) -> None:
-    answer = nftctl("reward-ping", "--count", "2", cwd=tmp_path)
+    answer = nftctl("reward-ping", "tiny_t2i_cpu", "--count", "2", cwd=tmp_path)
     assert answer.returncode == 0
     assert "embedded, a run starts tiny_digits itself" in answer.stderr
-    (service,) = the_object(nftctl("reward-ping", "--json", cwd=tmp_path))["services"]
+    (service,) = the_object(nftctl("reward-ping", "tiny_t2i_cpu", "--json", cwd=tmp_path))["services"]
     assert service["embedded"] is True
     assert service["revision"]["served"] == scorer_revision("tiny_digits")
 

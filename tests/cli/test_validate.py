@@ -12,17 +12,17 @@ from tests.profile.conftest import COMPLETE, PROVIDER, toml_of, write_place
 
 from .program import nftctl, the_object
 
-PROMPTS = resolve_prompt_file("embedded", "train")
+PROMPTS = resolve_prompt_file("embedded:scenes", "train")
 
 
 def test_the_default_is_named_on_stderr_and_accepted(tmp_path: Path) -> None:
     answer = nftctl("validate", cwd=tmp_path)
     assert answer.returncode == 0
-    assert "tiny_t2i_cpu" in answer.stderr
+    assert "using the embedded default scenes_t2i_cpu: " in answer.stderr
     digest = hashlib.sha256(PROMPTS.read_bytes()).hexdigest()
     count = len(PROMPTS.read_text().splitlines())
     verdict, memory = answer.stdout.splitlines()
-    assert verdict == f"tiny_t2i_cpu: valid; {count} prompts, sha256 {digest[:12]}"
+    assert verdict == f"scenes_t2i_cpu: valid; {count} prompts, sha256 {digest[:12]}"
     assert re.fullmatch(
         r"memory per rank: about [0-9.]+ MiB at the peak, most of it activations .* \(--memory\)", memory
     )

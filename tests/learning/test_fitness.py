@@ -8,6 +8,7 @@ import pytest
 
 from nftctl.errors import ProfileRefused
 from nftctl.learning.fitness import refuse_times, refuse_unfit
+from nftctl.profile.load import EMBEDDED_DEFAULT, bundled_profiles, load_profile
 
 
 def test_a_sampler_with_fewer_times_than_trials_train_on_is_refused(profile: Any) -> None:
@@ -34,5 +35,6 @@ def test_each_reason_is_found(profile: Any, sets: str, key: str) -> None:
     assert [finding.key for finding in refused.value.findings] == [key]
 
 
-def test_the_embedded_default_is_fit(profile: Any) -> None:
-    assert len(refuse_unfit(profile("rl.sample_steps=10")).test) == 12
+@pytest.mark.parametrize(("name", "held_out"), [(EMBEDDED_DEFAULT, 72), ("tiny_t2i_cpu", 12)])
+def test_the_embedded_profiles_are_fit_as_they_are(name: str, held_out: int) -> None:
+    assert len(refuse_unfit(load_profile(bundled_profiles()[name], env={}).profile).test) == held_out

@@ -395,8 +395,8 @@ def test_a_resolved_profile_loads_again(load: Callable) -> None:
 def test_find_profile(place: Path) -> None:
     bundled = bundled_profiles()
     path, why = find_profile(None, {}, place)
-    assert path == bundled["tiny_t2i_cpu"]
-    assert "embedded default tiny_t2i_cpu" in why
+    assert path == bundled["scenes_t2i_cpu"]
+    assert "embedded default scenes_t2i_cpu" in why
     Path("profile.toml").write_text("rl.beta = 1\n")
     assert find_profile(None, {}, place) == (Path("profile.toml"), "using ./profile.toml, found in the working folder")
     path, why = find_profile(None, {"NFTCTL_PROFILE": "cosmos3_nft_t2i_public"}, place)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nftctl.profile.load import bundled_profiles, load_profile
+from nftctl.profile.load import EMBEDDED_DEFAULT, bundled_profiles, load_profile
 from nftctl.profile.preflight import check
 from nftctl.profile.t2i import T2I_PROFILES
 
@@ -131,6 +131,19 @@ def test_the_public_recipe() -> None:
 
 
 def test_the_embedded_default() -> None:
+    assert EMBEDDED_DEFAULT == "scenes_t2i_cpu"
+    profile = load_profile(bundled_profiles()[EMBEDDED_DEFAULT], env={}).profile
+    rl = profile.rl
+    assert (rl.group_size, profile.data.rows_per_step, rl.max_steps, rl.kl_beta, rl.guidance) == (4, 8, 70, 0, 1)
+    assert (rl.sample_steps, rl.sampler_shift, rl.timestep_source, rl.timesteps_per_sample) == (10, 3, "grid", 4)
+    assert (rl.old.update_every, rl.old.decay, rl.advantage_std) == (1, "linear", "global")
+    assert (profile.model.height, profile.model.width) == (32, 32)
+    assert (profile.optimizer.lr, profile.optimizer.warmup_steps, profile.checkpoint.every) == (1e-3, 5, 35)
+    assert (profile.eval.every, profile.eval.samples_per_prompt) == (35, 2)
+    assert profile.reward.providers[0].scorer == "scenes"
+
+
+def test_the_digits() -> None:
     profile = load_profile(bundled_profiles()["tiny_t2i_cpu"], env={}).profile
     rl = profile.rl
     assert (rl.group_size, profile.data.rows_per_step, rl.max_steps, rl.kl_beta, rl.guidance) == (4, 8, 200, 0, 1)

@@ -1,4 +1,4 @@
-"""What the demo promises, over three seeds: held-out reward and the judge rise, and only because of the rewards.
+"""What `nftctl launch` promises, over three seeds: held-out reward and judge rise, and only because of the rewards.
 
 The judge is a component that training never sees, and the held-out prompts are never trained on. The control is the
 same run with each step's advantages dealt out anew among its samples: same losses, same optimizer, no information.
@@ -15,16 +15,16 @@ import pytest
 
 from nftctl.engine.loop import run_job
 from nftctl.engine.plan import plan_launch
-from nftctl.profile.load import bundled_profiles, load_profile
+from nftctl.profile.load import EMBEDDED_DEFAULT, bundled_profiles, load_profile
 from tests.conftest import Quiet
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray]
 
 SEEDS = (0, 1, 2)
-RISE = 0.2
-"""Least rise of the held-out reward and of the judge."""
-DRIFT = 0.02
-"""Most that the control may rise."""
+RISE = {"reward": 0.25, "scenes/judge": 0.15}
+"""Least rise of each held-out figure."""
+DRIFT = 0.05
+"""Most that the control's held-out reward may rise."""
 
 
 @pytest.fixture
@@ -38,11 +38,10 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     return line
 
 
-def learn(world: Any, seed: int, folder: Path, steps: int | None = None) -> dict[str, tuple[float, float]]:
-    """Train the bundled profile and return (before, after) of each held-out figure."""
-    flags = {} if steps is None else {"rl.max_steps": steps}
+def learn(world: Any, seed: int, folder: Path) -> dict[str, tuple[float, float]]:
+    """Train the embedded default as it is shipped and return (before, after) of each held-out figure."""
     sets = [f"rl.seed={seed}", "samples.prompts=0", "logging.tensorboard=false"]
-    resolved = load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=sets, flags=flags, env={})
+    resolved = load_profile(bundled_profiles()[EMBEDDED_DEFAULT], sets=sets, env={})
     summary = run_job(plan_launch(resolved, run_dir=folder), Quiet(), world)
     before, after = summary["eval"]["before"], summary["eval"]["after"]
     assert (before["step"], after["step"]) == (0, resolved.profile.rl.max_steps)
@@ -50,7 +49,7 @@ def learn(world: Any, seed: int, folder: Path, steps: int | None = None) -> dict
 
 
 @contextmanager
-def scrambled(world: Any) -> Iterator[None]:
+def scrambled(world: Any, seed: int) -> Iterator[None]:
     """Deal each step's advantages out anew among its samples; every rank by the same permutation."""
 
     def scramble(worker: Any) -> None:
@@ -60,7 +59,7 @@ def scrambled(world: Any) -> Iterator[None]:
 
         def advantages(rewards: Any, kept: Any, std: Any = "group") -> Any:
             right = original(rewards, kept, std)
-            mixed, order = right.clone(), draws.permutation(right[kept].numel(), "scrambled", next(steps))
+            mixed, order = right.clone(), draws.permutation(right[kept].numel(), seed, "scrambled", next(steps))
             mixed[kept] = right[kept].flatten()[order].reshape(right[kept].shape)
             return mixed
 
@@ -84,15 +83,15 @@ def told(title: str, figures: dict[str, tuple[float, float]]) -> str:
 def test_reward_and_judge_rise(world4: Any, tmp_path: Path, say: Callable[[str], None], seed: int) -> None:
     figures = learn(world4, seed, tmp_path)
     say(told(f"seed {seed}", figures))
-    for name in ("reward", "digits/judge"):
+    for name, least in RISE.items():
         before, after = figures[name]
-        assert after - before >= RISE, name
+        assert after - before >= least, name
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_rises_without_information(world4: Any, tmp_path: Path, say: Callable[[str], None], seed: int) -> None:
-    with scrambled(world4):
+    with scrambled(world4, seed):
         figures = learn(world4, seed, tmp_path)
     say(told(f"control, seed {seed}", figures))
     before, after = figures["reward"]

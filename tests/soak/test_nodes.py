@@ -44,7 +44,7 @@ def words(command: str, *more: str, sets: Sequence[str] = ()) -> list[str]:
 
 def launch(name: str, *more: str, every: int = 2, steps: int = STEPS, sets: Sequence[str] = ()) -> list[str]:
     settings = (*SETS, f"checkpoint.every={every}", *sets)
-    return words("launch", "--steps", str(steps), "--name", name, *more, sets=settings)
+    return words("launch", "tiny_t2i_cpu", "--steps", str(steps), "--name", name, *more, sets=settings)
 
 
 class Clock:

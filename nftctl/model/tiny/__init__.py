@@ -1,1 +1,1 @@
-"""The embedded default: a tiny Cosmos3-family base that draws coloured handwritten digits, and how it was made."""
+"""The digits: a tiny Cosmos3-family base that draws coloured handwritten digits, and how it was made."""

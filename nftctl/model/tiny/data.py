@@ -1,4 +1,4 @@
-"""The task of the embedded base: scanned handwritten digits, tinted with a named colour, 8x8 RGB.
+"""The task of the base of the digits: scanned handwritten digits, tinted with a named colour, 8x8 RGB.
 
 Owns the words, the prompts and their split, the two disjoint halves of the scans, tinting and augmentation, all in
 NumPy and all from an explicit generator. Refuses nothing: its inputs are its own. scikit-learn, which ships the scans,

@@ -1,4 +1,4 @@
-"""Makes the embedded base: `python -m nftctl.model.tiny.recipe` (`make base`), about two minutes on one core.
+"""Makes the base of the digits: `python -m nftctl.model.tiny.recipe` (`make base`), about two minutes on one core.
 
 Owns the pretraining and the folder it leaves: a plain diffusers Cosmos3OmniTransformer in bfloat16, scheduler,
 tokenizer, and the prompt files. Counts iterations, never seconds, and runs on one thread from one seed, so that two

@@ -1,4 +1,4 @@
-"""The word-level tokenizer of the embedded base, in the form that Cosmos3's pipeline expects.
+"""The word-level tokenizer of the embedded bases, in the form that Cosmos3's pipeline expects.
 
 Owns the vocabulary and the chat template. There is no token for the unknown: the template itself refuses, by name, a
 word that the base was never shown, a system message and thereby the resolution sentence, since an untrained embedding
