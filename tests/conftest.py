@@ -1,4 +1,4 @@
-"""Shared by all tests: no hub, one started four-rank world per session, profiles made from the bundled tiny one."""
+"""Shared by all tests: no hub, one started four-rank world and one finished run per session, tiny profiles."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def reporter() -> Quiet:
     return Quiet()
 
 
-@pytest.fixture
-def tiny() -> Callable[..., Any]:
-    """`tiny(steps=2, sets=(...))` resolves the tiny profile with four rows; no evaluation or grids unless `look`."""
+def tiny_profile(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:
+    """The tiny profile, resolved, with four rows; no evaluation or grids unless `look`."""
     from nftctl.profile.load import bundled_profiles, load_profile
 
-    def make(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:
-        quiet = () if look else ('eval.prompt_file=""', "samples.prompts=0", "logging.tensorboard=false")
-        quiet = ("data.rows_per_step=4", *quiet)
-        return load_profile(
-            bundled_profiles()["tiny_t2i_cpu"], sets=[*quiet, *sets], flags={"rl.max_steps": steps}, env={}
-        )
+    quiet = () if look else ('eval.prompt_file=""', "samples.prompts=0", "logging.tensorboard=false")
+    quiet = ("data.rows_per_step=4", *quiet)
+    return load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=[*quiet, *sets], flags={"rl.max_steps": steps}, env={})
 
-    return make
+
+@pytest.fixture
+def tiny() -> Callable[..., Any]:
+    """`tiny_profile`, for tests."""
+    return tiny_profile
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +97,17 @@ def world4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     finally:
         for group in started:
             group.shutdown()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of two ranks through the installed command that nobody touched, with evaluation and grids.
+
+    Copy it before changing it.
+    """
+    from tests.engine.finished_run import make
+
+    return make(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

@@ -90,3 +90,4 @@ def test_the_script_as_it_stands(tmp_path: Path, bin_folder: Path) -> None:
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     shown = the_object(nftctl("inspect-checkpoint", "ci", "--verify", "--json", cwd=tmp_path / "out"))
     assert (shown["complete"], shown["checkpoint"]["step"]) == (True, 7)
+    assert {path.name for path in (tmp_path / "out/runs/ci/logs").iterdir()} == {"attempt_1", "attempt_2", "latest"}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,6 @@ import pytest
 from nftctl.cli.console import Console
 from nftctl.cli.job import closing_words
 from nftctl.cli.report import left_behind
-from nftctl.run.directory import RunDirectory
-from tests.conftest import clean_environment
 from tests.report.folders import draw_grid, full_run, make_run
 from tests.report.html_page import Page
 from tests.run.make import snapshot
@@ -170,28 +165,15 @@ def test_the_wheel_takes_the_page_along() -> None:
 
 
 @pytest.mark.ray
-def test_a_launch_ends_by_naming_its_report(tmp_path: Path) -> None:
-    sets = (
-        "rl.group_size=2",
-        "data.rows_per_step=2",
-        "rl.sample_steps=4",
-        "eval.samples_per_prompt=1",
-        "samples.prompts=2",
-    )
-    command = [sys.executable, "-m", "nftctl", "launch", "--steps", "2", "--name", "real", "--json"]
-    answer = subprocess.run(
-        [*command, *(part for text in sets for part in ("--set", text))],
-        cwd=tmp_path, env={**clean_environment(), "TEST_MARK": f"report-{os.getpid()}"}, capture_output=True, text=True,
-        timeout=240, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    assert "report           runs/real/report.html" in answer.stderr
-    assert json.loads(answer.stdout)["summary"]["report"] == "runs/real/report.html"
-    run = RunDirectory.open(tmp_path / "runs" / "real")
-    page = Page((run.path / "report.html").read_text(encoding="utf-8"))
-    assert "Too short to say: 2 steps" in page.visible
-    assert "finished after step 2 of 2" in page.visible
+def test_a_launch_ends_by_naming_its_report(finished: Any, tmp_path: Path) -> None:
+    assert "report           runs/first/report.html" in finished.err
+    assert finished.document["summary"]["report"] == "runs/first/report.html"
+    page = Page((finished.run / "report.html").read_text(encoding="utf-8"))
+    assert "Too short to say: 8 steps" in page.visible
+    assert "finished after step 8 of 8" in page.visible
     assert len(page.all("img")) >= 2
-    assert {len(line["x"]) for line in page.data["charts"][0]["lines"]} == {2}
-    again = nftctl("report", "real", "--output", "again.html", cwd=tmp_path)
+    # Every step, its running mean, and the two evaluations.
+    steps = list(range(1, 9))
+    assert [line["x"] for line in page.data["charts"][0]["lines"]] == [steps, steps, [0, 8]]
+    again = nftctl("report", str(finished.run), "--output", "again.html", cwd=tmp_path)
     assert again.returncode == 0, again.stderr

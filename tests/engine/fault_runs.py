@@ -1,6 +1,6 @@
 """Two ranks against a reward service that begins to misbehave in their second step: what is run, what must come of it.
 
-Shared by the three cases of every test run and by the soak that takes all of them.
+Shared by the cases of every test run and by the soak that takes all of them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class Outcome:
     url: str
     seconds: float
     """From the moment the service saw the first request that it spoilt; negative when it never came."""
+    requests: int
+    images: int
+    """What the service says that it was asked for, and scored, in all."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -93,15 +96,22 @@ def run(folder: Path, fault: str, *, times: int = 0) -> Outcome:
         spoilt = _first_spoilt(process, url)
         _, err = process.communicate(timeout=120)
         seconds = time.monotonic() - spoilt if spoilt else -1.0
-    return Outcome(process.returncode, err, folder / "runs" / "faulty", url, seconds)
+        health = _health(url)
+    run = folder / "runs" / "faulty"
+    return Outcome(process.returncode, err, run, url, seconds, health["requests"], health["images"])
+
+
+def _health(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/healthz", timeout=5) as reply:
+        found: dict[str, Any] = json.load(reply)
+    return found
 
 
 def _first_spoilt(process: subprocess.Popen[str], url: str) -> float:
     """When the service had been asked for scores often enough; 0 when the run ended before."""
     while process.poll() is None:
-        with urllib.request.urlopen(f"{url}/healthz", timeout=5) as reply:
-            if json.load(reply)["requests"] >= AFTER:
-                return time.monotonic()
+        if _health(url)["requests"] >= AFTER:
+            return time.monotonic()
         time.sleep(0.05)
     return 0.0
 
@@ -123,6 +133,7 @@ def check_failed(outcome: Outcome, fault: str, clean: Outcome) -> None:
     default = rf"HTTP {fault[7:]}.*\(phase status" if fault.startswith("status-") else r"\(phase parse"
     assert re.search(SAID.get(fault, default), error), error
     assert outcome.url in error
+    assert "nftctl resume" in outcome.err
     assert "did not finish" not in outcome.err
     assert "Traceback" not in outcome.err
     assert outcome.rows == clean.rows[:1]

@@ -46,9 +46,34 @@ def theirs() -> Iterator[Head]:
         yield running
 
 
-def launch(folder: Path, *arguments: str, steps: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
+class Looks:
+    """Looks at the cluster, each of which costs a driver: the last one of a test is the first one of the next."""
+
+    def __init__(self, cluster: Head) -> None:
+        self._cluster = cluster
+        self._last: dict[str, Any] | None = None
+
+    def before(self) -> dict[str, Any]:
+        """How it stands, where nobody joined it since the last look."""
+        return self._last or self.after()
+
+    def after(self) -> dict[str, Any]:
+        self._last = self._cluster.look()
+        return self._last
+
+    def forget(self) -> None:
+        """Somebody joins who is not looked after."""
+        self._last = None
+
+
+@pytest.fixture(scope="module")
+def looks(theirs: Head) -> Looks:
+    return Looks(theirs)
+
+
+def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", DRIVER, "launch", "--steps", str(steps), "--name", "mine", *SMALL, *arguments],
+        [sys.executable, "-c", DRIVER, "launch", "tiny_t2i_cpu", "--steps", "1", "--name", "mine", *SMALL, *arguments],
         cwd=folder,
         env={**clean_environment(), **env},
         capture_output=True,
@@ -75,8 +100,8 @@ def files_with(text: str, *folders: Path) -> list[Path]:
     return [path for path in files if text.encode() in path.read_bytes()]
 
 
-def test_local_is_a_ray_of_its_own_whatever_is_running(theirs: Head, tmp_path: Path) -> None:
-    before, note = theirs.look(), theirs.note.read_text()
+def test_local_is_a_ray_of_its_own_whatever_is_running(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    before, note = looks.before(), theirs.note.read_text()
     # Both ways by which Ray alone would have joined the other one, and the token with which it could.
     result = launch(tmp_path, RAY_ADDRESS=theirs.address, RAY_AUTH_MODE="token", **theirs.env)
     assert result.returncode == 0, result.stderr
@@ -85,14 +110,14 @@ def test_local_is_a_ray_of_its_own_whatever_is_running(theirs: Head, tmp_path: P
     assert own is not None
     assert own[1] != theirs.address
     assert Path(own[2]).is_dir()
-    assert_untouched(before, theirs.look(), jobs=1)  # the job is the look itself
+    assert_untouched(before, looks.after(), jobs=1)  # the job is the look itself
     assert theirs.note.read_text() == note
     # Without torch there can be no CUDA context in the driver.
     assert "loaded:\n" in result.stderr
 
 
-def test_auto_joins_runs_and_leaves_nothing(theirs: Head, tmp_path: Path) -> None:
-    before = theirs.look()
+def test_auto_joins_runs_and_leaves_nothing(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    before = looks.before()
     env = {**theirs.env, "NFTCTL_REWARD_TOKEN": REWARD_TOKEN}
     result = launch(tmp_path, "--set", "grid.address=auto", **env)
     assert result.returncode == 0, result.stderr
@@ -101,7 +126,7 @@ def test_auto_joins_runs_and_leaves_nothing(theirs: Head, tmp_path: Path) -> Non
         assert part in line
     assert re.search(r"rank 1 of 2 on cpu", (tmp_path / "runs/mine/logs/latest/rank_1.log").read_text())
     assert [p.name for p in (tmp_path / "runs/mine/checkpoints").glob("step_*")] == ["step_000001"]
-    assert_untouched(before, theirs.look(), jobs=2)
+    assert_untouched(before, looks.after(), jobs=2)
     # Ranks answered the scorer's question for its token, which is in no file; nor is the cluster's.
     assert files_with(REWARD_TOKEN, tmp_path, theirs.folder) == []
     assert files_with(theirs.token, tmp_path, theirs.folder) == []
@@ -109,8 +134,8 @@ def test_auto_joins_runs_and_leaves_nothing(theirs: Head, tmp_path: Path) -> Non
     assert theirs.token not in result.stdout + result.stderr
 
 
-def test_no_room_is_refused_before_anything_is_created(theirs: Head, tmp_path: Path) -> None:
-    before = theirs.look()
+def test_no_room_is_refused_before_anything_is_created(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    before = looks.before()
     more = ("--set", "rl.group_size=4", "--set", "grid.device=cuda", "--set", f"grid.address={theirs.address}")
     result = launch(tmp_path, *more, "--json", **theirs.env)
     assert result.returncode == 8, result.stderr
@@ -119,10 +144,11 @@ def test_no_room_is_refused_before_anything_is_created(theirs: Head, tmp_path: P
     assert "4 CPU, 2 GPU free of 5 CPU, 3 GPU" in error
     assert f"held by actor tenant (pid {before['tenant'][0]})" in error
     assert list(tmp_path.iterdir()) == []
-    assert_untouched(before, theirs.look(), jobs=1)
+    assert_untouched(before, looks.after(), jobs=1)
 
 
-def test_another_version_is_an_error_of_the_environment(theirs: Head, tmp_path: Path) -> None:
+def test_another_version_is_an_error_of_the_environment(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    looks.forget()
     put = (
         "from ray._raylet import GcsClient\n"
         "import json\n"
@@ -149,7 +175,8 @@ def test_another_version_is_an_error_of_the_environment(theirs: Head, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_are_asked_for_and_told_apart(theirs: Head, tmp_path: Path) -> None:
+def test_tokens_are_asked_for_and_told_apart(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    looks.forget()
     grid = Grid(address=theirs.address, device="cpu")
     known = {**theirs.env, "HOME": str(tmp_path)}
     unknown = {name: value for name, value in known.items() if name != "RAY_AUTH_TOKEN"}
@@ -166,8 +193,8 @@ def test_tokens_are_asked_for_and_told_apart(theirs: Head, tmp_path: Path) -> No
             look_at(grid, env)
 
 
-def test_a_node_that_cannot_import_nftctl_is_refused(theirs: Head, tmp_path: Path) -> None:
-    before = theirs.look()
+def test_a_node_that_cannot_import_nftctl_is_refused(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    before = looks.before()
     broken = theirs.shim / "nftctl"
     broken.mkdir()
     try:
@@ -179,7 +206,7 @@ def test_a_node_that_cannot_import_nftctl_is_refused(theirs: Head, tmp_path: Pat
     assert result.returncode == 8, result.stderr
     assert f"{sys.executable} on node" in result.stderr
     assert "cannot import nftctl: ImportError: not for this machine" in result.stderr
-    assert_untouched(before, theirs.look(), jobs=2)
+    assert_untouched(before, looks.after(), jobs=2)
 
 
 DEVICES = """
@@ -201,8 +228,8 @@ started[0].shutdown()
 """
 
 
-def test_each_rank_has_one_of_the_visible_devices(theirs: Head, tmp_path: Path) -> None:
-    before = theirs.look()
+def test_each_rank_has_one_of_the_visible_devices(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    before = looks.before()
     result = subprocess.run(
         [sys.executable, "-c", f"address = {theirs.address!r}\n{DEVICES}"],
         cwd=tmp_path,
@@ -218,7 +245,7 @@ def test_each_rank_has_one_of_the_visible_devices(theirs: Head, tmp_path: Path) 
     assert found is not None, result.stdout
     # The node's are 2, 3 and 5, and one of them is the tenant's.
     assert {*found.groups(), before["tenant"][2]} == {"2", "3", "5"}
-    assert_untouched(before, theirs.look(), jobs=2)
+    assert_untouched(before, looks.after(), jobs=2)
 
 
 def test_lines_that_differ_in_a_number_are_all_kept(world4: Any) -> None:
@@ -247,7 +274,7 @@ def test_a_killed_driver_leaves_nothing_on_the_cluster(theirs: Head, tmp_path: P
     before = theirs.look()
     more = ("--set", f"grid.address={theirs.address}", "--name", "killed")
     process = subprocess.Popen(
-        [sys.executable, "-m", "nftctl", "launch", "--steps", "500", *SMALL, *more],
+        [sys.executable, "-m", "nftctl", "launch", "tiny_t2i_cpu", "--steps", "500", *SMALL, *more],
         cwd=tmp_path,
         env=theirs.env,
         stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Whatever ends a run of four ranks, wherever it strikes: resumed, it is to the bit the run that nobody touched.
+"""Whatever ends a run of two or four ranks, wherever it strikes: resumed, it is to the bit the run that nobody touched.
 
 Several strikes are dealt to one run, one per attempt, so that histories grow as odd as they do in real life.
 """
@@ -112,6 +112,30 @@ def test_killed_in_any_stage(tmp_path: Path, clean: dict[tuple[str, ...], Path],
     parts = WITH_EMA if AVERAGED[-1] in sets else kill_runs.PARTS
     check_same(tmp_path / "struck" / "runs" / NAME, clean[sets], STEPS, parts)
     kill_runs.check_prompts(tmp_path / "struck", STEPS, ROWS)
+
+
+PAIR = (*AVERAGED, "rl.group_size=2", "data.rows_per_step=2", "rl.sample_steps=4", "checkpoint.every=2")
+PAIR_STEPS = 20
+PAIR_STRIKES = [
+    Strike("driver", SIGKILL, "rollout", 3),
+    Strike("group", SIGTERM, "backward", 4),
+    Strike("group", SIGINT, "rollout", 6),
+    Strike("rank 0", SIGKILL, "save", 8),  # the one that writes an adapter
+    Strike("driver", SIGTERM, "save", 8),
+    Strike("driver", SIGINT, "optimizer", 10),
+    Strike("rank 1", SIGKILL, "backward", 12),
+    Strike("driver", SIGTERM, "reward", 13),
+    Strike("group", SIGINT, "prepare", 15),
+]
+
+
+def test_two_ranks_killed_stopped_and_interrupted_in_turn(tmp_path: Path, blows: list[Blow]) -> None:
+    """Three kills, three SIGTERM and three Ctrl-C, dealt to one run."""
+    arguments = launch(*PAIR, steps=PAIR_STEPS)
+    clean = kill_runs.straight(tmp_path / "clean", arguments)
+    blows += play(tmp_path / "struck", arguments, PAIR_STRIKES, world=2, label="two ranks")
+    check_same(tmp_path / "struck" / "runs" / NAME, clean, PAIR_STEPS, WITH_EMA)
+    kill_runs.check_prompts(tmp_path / "struck", PAIR_STEPS, 2)
 
 
 STOPS = {
