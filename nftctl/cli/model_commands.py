@@ -68,7 +68,7 @@ def export(
     epilog="""\b
 Examples:
   nftctl sample first
-  nftctl sample first --prompt "a red bus" --prompt "two cats" --seed 7 --out cats.png
+  nftctl sample first --prompt "a red circle" --prompt "two red squares" --seed 7 --out two.png
   nftctl sample first --prompt-file held_out.txt --weights base,policy --images singles"""
 )
 def sample(
