@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from nftctl.errors import UsageRefused
 from nftctl.profile.diagnose import printable
+from nftctl.submit.portable import without_settings
 from nftctl.submit.size import Size
 from nftctl.submit.template import fill
 
@@ -56,7 +57,7 @@ def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: W
             "grace": str(wishes.grace_s),
             "extra": "\n".join(f"#SBATCH {line}" for line in wishes.directives),
             "folder": shlex.quote(wishes.folder),
-            "tokens": " | ".join(map(shlex.quote, tokens or ["NFTCTL_REWARD_TOKEN"])),
+            "clear": without_settings(tokens),
             "setup": _relaxed(wishes.setup),
             "profile": profile.rstrip("\n"),
             "mark": mark_outside(profile),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
@@ -22,6 +21,7 @@ from torch import Tensor
 from nftctl.model.scenes.drawing import SIZE, draw, wanted
 from nftctl.model.scenes.training import Trainer
 from nftctl.model.scenes.words import split_scenes
+from nftctl.model.tiny.recipe import warm_cosine
 
 CHANNELS = 6
 SCALE = 4
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "scale_factor_spatial": SCALE,
     "scale_factor_temporal": 1,
 }
-MEASURED = 16
+MEASURED = 64
 """Batches over which mean and spread of the latents are taken."""
 
 
@@ -61,12 +61,14 @@ class AutoencoderRecipe:
 
     def rate(self, iteration: int) -> float:
         """Learning rate of an iteration, counted from 0."""
-        warm = min(1.0, (iteration + 1) / self.warmup)
-        return self.learning_rate * warm * 0.5 * (1 + float(np.cos(np.pi * iteration / self.iterations)))
+        return warm_cosine(iteration, self.learning_rate, self.warmup, self.iterations)
 
 
 class _Still(WanCausalConv3d):  # type: ignore[misc]
-    """Of a single frame a causal convolution sees with its last slice in time alone: this trains that slice."""
+    """Of a single frame a causal convolution sees with its last slice in time alone: this trains that slice.
+
+    The decoder of `model.still` does the same with weights that are final, and without an encoder's strides.
+    """
 
     def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         beside: Any = self._padding

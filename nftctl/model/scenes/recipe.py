@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
@@ -29,7 +28,7 @@ from nftctl.model.scenes.autoencoder import CHANNELS, SIDE, AutoencoderRecipe, d
 from nftctl.model.scenes.drawing import Wanted, draw, wanted
 from nftctl.model.scenes.training import Trainer
 from nftctl.model.scenes.words import MOST_WORDS, WORDS, Scene, split_scenes
-from nftctl.model.tiny.recipe import SCHEDULER, follow, save_base
+from nftctl.model.tiny.recipe import SCHEDULER, follow, save_base, warm_cosine
 from nftctl.model.tiny.tokenizer import SPECIAL, vocabulary
 
 PLACE = Path(__file__).parent
@@ -81,8 +80,7 @@ class Recipe:
 
     def rate(self, iteration: int) -> float:
         """Learning rate of an iteration, counted from 0."""
-        warm = min(1.0, (iteration + 1) / self.warmup)
-        return self.learning_rate * warm * 0.5 * (1 + float(np.cos(np.pi * iteration / self.horizon)))
+        return warm_cosine(iteration, self.learning_rate, self.warmup, self.horizon)
 
     def odds(self, scenes: Sequence[Scene]) -> Tensor:
         """How often each scene is drawn, float64 [n], adding up to 1."""
@@ -119,7 +117,7 @@ class Batches:
         self._pool = self._encoded(wanted(scenes, device), vae)
 
     def _encoded(self, want: Wanted, vae: AutoencoderKLWan) -> Tensor:
-        """Latents [scenes, pool, C, 1, S, S]; half precision, where the sixteenth of a level of a pixel is lost."""
+        """Latents [scenes, pool, C, 1, S, S], kept in half precision."""
         size = len(want.relation)
         rows = torch.arange(size, device=self._device).repeat_interleave(self._recipe.pool)
         parts = [encode(vae, draw(want[part], self._clock)).half() for part in rows.split(ENCODED_TOGETHER)]

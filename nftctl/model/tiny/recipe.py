@@ -66,8 +66,13 @@ class Recipe:
 
     def rate(self, iteration: int) -> float:
         """Learning rate of an iteration, counted from 0."""
-        warm = min(1.0, (iteration + 1) / self.warmup)
-        return self.learning_rate * warm * 0.5 * (1 + float(np.cos(np.pi * iteration / self.horizon)))
+        return warm_cosine(iteration, self.learning_rate, self.warmup, self.horizon)
+
+
+def warm_cosine(iteration: int, peak: float, warmup: int, horizon: int) -> float:
+    """Rate of an iteration, counted from 0: a linear rise over `warmup` times a cosine that is zero at `horizon`."""
+    warm = min(1.0, (iteration + 1) / warmup)
+    return peak * warm * 0.5 * (1 + float(np.cos(np.pi * iteration / horizon)))
 
 
 def pretrain(recipe: Recipe, *, report: Callable[[int, float], None] | None = None) -> Cosmos3OmniTransformer:
