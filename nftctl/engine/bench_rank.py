@@ -157,12 +157,11 @@ def probe(worker: Worker, cursor: int) -> StepTimes:
     with torch.no_grad(), roles.policy.copies.use(roles.rollout.weights):
         shard.gather(family.denoiser)
         joined, bench = family.batch(batch), _benches[id(worker)]
-        with family.denoiser.making_samples():
-            bench.ours = family.denoiser(x, sigma, joined)[:: len(rows)].float().cpu()
-            precision = roles.rollout._lowered
-            if precision is not None:
-                with precision.use():
-                    bench.lowered = family.denoiser(x, sigma, joined)[:: len(rows)].float().cpu()
+        bench.ours = family.denoiser(x, sigma, joined)[:: len(rows)].float().cpu()
+        precision = roles.rollout._lowered
+        if precision is not None:
+            with precision.use():
+                bench.lowered = family.denoiser(x, sigma, joined)[:: len(rows)].float().cpu()
     roles.release()
     roles.policy.skip_forwards()
     bench.work = Work(noise[:1].clone(), PROBE_SIGMA, tuple(prompts))

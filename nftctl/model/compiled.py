@@ -40,6 +40,12 @@ def compile_layers(denoiser: Denoiser, backend: str = "inductor") -> int:
     return len(layers)
 
 
+def function(work: Callable[..., Tensor], open_dims: Mapping[tuple[int, ...], int]) -> Callable[..., Tensor]:
+    """Compile what lies between two library calls. `open_dims` as a denoiser has them: sizes that make no new graph."""
+    _refuse_fallbacks()
+    return _opened(torch.compile(work, fullgraph=True, dynamic=False), open_dims)
+
+
 def _refuse_fallbacks() -> None:
     from torch._dynamo import config
 

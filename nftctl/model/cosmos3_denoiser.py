@@ -2,9 +2,9 @@
 
 Built from diffusers' own modules under their own names, batched over samples and guidance branches; prompts of other
 lengths in a batch keep their own positions, and their padding is never read: on a GPU in half precision the keys are
-packed end to end, elsewhere they are masked; where samples are made on a Hopper GPU or later, prompts are filled up
-with repeats of their last key, and what those add is taken off again. Latents have one frame or several, all of them
-noisy. Refuses shapes that do not belong together.
+packed end to end, elsewhere they are masked; on a Hopper GPU or later prompts are filled up with repeats of their last
+key, and what those add is taken off again. Latents have one frame or several, all of them noisy. Refuses shapes that do
+not belong together.
 """
 
 from __future__ import annotations
@@ -123,8 +123,14 @@ def packs(keys: Tensor, head_dim: int) -> bool:
 
 
 def fills(keys: Tensor) -> bool:
-    """Whether the dense kernel can take prompts' keys [..., kv_heads, L, D] that are filled up with repeats."""
-    if not packs(keys, keys.shape[-1]) or torch.cuda.get_device_capability(keys.device) < _DENSE_SINCE:
+    """Whether the dense kernel can take prompts' keys [..., kv_heads, L, D] that are filled up with repeats.
+
+    Never in a deterministic run: it adds up gradients in any order. All velocities of a run come from one kernel, since
+    they are set against one another.
+    """
+    if torch.are_deterministic_algorithms_enabled() or not packs(keys, keys.shape[-1]):
+        return False
+    if torch.cuda.get_device_capability(keys.device) < _DENSE_SINCE:
         return False
     one = keys.new_empty(1, keys.shape[-3], _PADDED, keys.shape[-1])
     return torch.backends.cuda.can_use_cudnn_attention(
@@ -172,7 +178,7 @@ class GenerationAttention(nn.Module):
         own_k = rotate(self.norm_added_k(self._heads(self.add_k_proj(x))).transpose(1, 2), cos, sin)
         own_v = self._heads(self.add_v_proj(x)).transpose(1, 2)
         if repeats is not None:
-            out = _filled(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), keys, repeats)
+            out = _filled(own_q, own_k, own_v, keys, values, repeats)
         elif packing is None:
             out = _masked(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), mask)
         else:
@@ -195,28 +201,68 @@ def _masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) 
     return out.transpose(1, 2)
 
 
-def _filled(queries: Tensor, keys: Tensor, values: Tensor, prompt: Tensor, repeats: Tensor) -> Tensor:
-    """Heads first; `prompt` holds the prompts' keys, of which the last occurs `repeats` times too often.
+class _Filled(torch.autograd.Function):
+    """Attention over filled prompts and the image's own keys; queries and the latter two get gradients.
 
-    With lse' = log(sum + repeats e^l), l being the last key's logit and sum that over the true keys, a repeat adds
-    nothing but e^l to the denominator, since its value is zero: out = out' / (1 - repeats e^(l - lse')). As l is a true
-    key's, e^l <= sum, so the divisor is at least 1 / (1 + repeats) and no digits are lost, whatever the logits are.
+    With lse' = log(sum + repeats e^l), l being the last prompt key's logit and sum that over the true keys, a repeat
+    adds nothing but e^l to the denominator, since its value is zero: out = out' / (1 - repeats e^(l - lse')). As l is
+    a true key's, e^l <= sum, so the divisor is at least 1 / (1 + repeats) and no digits are lost, whatever the logits.
+
+    The kernel's backward computes shares anew, as e^(logit - lse), and takes what they are worth from out. Given the
+    true out and the true lse it is exact for every true key; the repeats' keys are zeros by then, so whatever share it
+    finds for them adds zero to the queries' gradient, and their own is not asked for.
     """
-    out, normaliser = _dense(queries, keys, values)
-    grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
-    last = (grouped * prompt[:, :, None, -1:].float()).sum(-1).flatten(1, 2) * queries.shape[-1] ** -0.5
-    surplus = repeats * torch.exp(last - normaliser)
-    return (out / (1 - surplus)[..., None]).to(out.dtype).transpose(1, 2)
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, own_keys: Tensor, own_values: Tensor, keys: Tensor, values: Tensor, repeats: Tensor
+    ) -> Tensor:
+        every, worth = torch.cat((keys, own_keys), dim=2), torch.cat((values, own_values), dim=2)
+        out, normaliser, *state = _dense(queries, every, worth)
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
+        last = (grouped * keys[:, :, None, -1:].float()).sum(-1).flatten(1, 2) * queries.shape[-1] ** -0.5
+        surplus = repeats * torch.exp(last - normaliser)
+        out = (out / (1 - surplus)[..., None]).to(out.dtype)
+        ctx.save_for_backward(queries, every, worth, out, normaliser + torch.log1p(-surplus), repeats, *state)
+        ctx.prompt = keys.shape[2]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, out, normaliser, repeats, *state = ctx.saved_tensors
+        place = torch.arange(keys.shape[2], device=keys.device)
+        repeated = (place >= ctx.prompt - repeats) & (place < ctx.prompt)
+        keys = keys.masked_fill(repeated[..., None], 0)
+        of_queries, of_keys, of_values = _dense_backward(grads[0], queries, keys, values, out, normaliser, state)
+        return of_queries, of_keys[:, :, ctx.prompt :], of_values[:, :, ctx.prompt :], None, None, None
 
 
-def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [B, heads, N, D] without a mask, and the logarithm of each denominator, float32 [B, heads, N].
+def _filled(
+    queries: Tensor, own_keys: Tensor, own_values: Tensor, keys: Tensor, values: Tensor, repeats: Tensor
+) -> Tensor:
+    """Heads first; the prompts' last keys occur `repeats` [B, 1, 1] times too often. Returns [B, N, heads, D]."""
+    out: Tensor = _Filled.apply(queries, own_keys, own_values, keys, values, repeats)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2)
 
-    The public function keeps the latter to itself.
+
+def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Attention [B, heads, N, D] without a mask, and what the public function keeps to itself.
+
+    That is the logarithm of each denominator, float32 [B, heads, N], and its generator's state, for a backward.
     """
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, normaliser, *_ = attend(queries, keys, values, None, True)
-    return out, normaliser.reshape(out.shape[:3])
+    out, normaliser, _, _, _, _, seed, offset, _ = attend(queries, keys, values, None, True)
+    return out, normaliser.reshape(out.shape[:3]), seed, offset
+
+
+def _dense_backward(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, normaliser: Tensor, state: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, from what the forward left."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    lse, lengths = normaliser[..., None], (queries.shape[2], keys.shape[2])
+    found: Any = attend(grad, queries, keys, values, out, lse, *state, None, None, None, *lengths, 0.0, False)
+    return cast("tuple[Tensor, Tensor, Tensor]", found)
 
 
 def _packed(own: Tensor, prompt: Tensor, packing: Packing) -> Tensor:
@@ -321,7 +367,7 @@ class Cosmos3Denoiser(Denoiser):
     def reading(self, x: Tensor, conditioning: Conditioning, *, fixed: bool = False) -> Reading | None:
         """Keys, values, cosine and sine [B, 1, N, D], mask, repeats, and a packing's five parts, if there is one."""
         cache = cast(PromptCache, conditioning)
-        dense = self.sampling and not torch.is_grad_enabled() and fills(cache.keys)
+        dense = fills(cache.keys)
         key = (x.shape[2:], x.device, dense or fixed, dense)
         if key not in cache.memo:
             form = self._dense if dense else self._fixed if fixed else self._ragged_or_masked

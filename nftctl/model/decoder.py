@@ -17,7 +17,8 @@ from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
 from nftctl.errors import Finding, ProfileRefused, TrainingFailed
-from nftctl.model import still
+from nftctl.model import compiled
+from nftctl.model.still import StillDecoder
 from nftctl.model.weights import load_component
 from nftctl.profile.schema import Model
 
@@ -73,13 +74,16 @@ class VaeDecoder(ABC):
 
     vae_class: ClassVar[Any]
 
-    def __init__(self, vae: Any) -> None:
+    def __init__(self, vae: Any, *, fused: bool = False) -> None:
+        """`fused` lets a decoder compile what lies between its convolutions."""
         self.vae = vae.eval().requires_grad_(False)
 
     @classmethod
     def load(cls, folder: Path, model: Model, device: torch.device) -> Self:
         """Load the VAE from a local folder, with the precision, slicing and tiling that the profile asks for."""
-        decoder = cls(load_vae(cls.vae_class, folder, getattr(torch, model.decode_dtype), device))
+        vae = load_vae(cls.vae_class, folder, getattr(torch, model.decode_dtype), device)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        decoder = cls(vae, fused=compiled.wanted(model, device=device, deterministic=deterministic))
         _refuse_missing_modes(model, decoder.vae)
         if model.decode_slicing:
             decoder.vae.enable_slicing()
@@ -115,12 +119,12 @@ class WanDecoder(VaeDecoder):
 
     vae_class = AutoencoderKLWan
 
-    def __init__(self, vae: Any) -> None:
+    def __init__(self, vae: Any, *, fused: bool = False) -> None:
         super().__init__(vae)
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(vae.config.latents_mean, dtype=vae.dtype, device=vae.device).view(shape)
         self.inverse_std = 1.0 / torch.tensor(vae.config.latents_std, dtype=vae.dtype, device=vae.device).view(shape)
-        still.prepare(vae)
+        self._still = StillDecoder(vae, fused=fused)
 
     @property
     def channels(self) -> int:
@@ -133,7 +137,7 @@ class WanDecoder(VaeDecoder):
     def pixels(self, x0: Tensor) -> Tensor:
         z = x0 / self.inverse_std + self.mean
         if z.shape[2] == 1 and not self.vae.use_tiling:
-            return still.decode(self.vae, z)
+            return self._still(z)
         pixels: Tensor = self.vae.decode(z).sample
         return pixels
 

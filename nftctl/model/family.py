@@ -7,8 +7,8 @@ stay inside a family, while guidance, sampling, noising and loss stay outside it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -111,8 +111,6 @@ class Denoiser(nn.Module, ABC):
     """The copy of the weights that forwards use now."""
     lowered: bool = False
     """Whether forwards multiply in FP8 now."""
-    sampling: bool = False
-    """Whether forwards make samples now: no velocity of theirs is set against one of training."""
 
     def forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return v [B, C, T, H, W] float32 from x of that shape and sigma [B] float32 in [0, 1]."""
@@ -121,15 +119,6 @@ class Denoiser(nn.Module, ABC):
         if self.recorder is not None and self._whole:
             return self.recorder.velocity(x, sigma, conditioning)
         return self.velocity(x, sigma, self.reading(x, conditioning) or ())
-
-    @contextmanager
-    def making_samples(self) -> Iterator[None]:
-        """Forwards inside may use kernels that round otherwise than those of training, where they are faster."""
-        self.sampling = True
-        try:
-            yield
-        finally:
-            self.sampling = False
 
     @abstractmethod
     def check(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:

@@ -163,7 +163,7 @@ class RolloutRole:
         with self._copies.use(weights):
             shard.gather(family.denoiser)
             precision: AbstractContextManager[None] = nullcontext() if lowered is None else lowered.use()
-            with family.denoiser.making_samples(), precision:
+            with precision:
                 x0 = sampler.sample(velocity, send(noise, self._device), steps=how.steps, shift=how.shift, clamp=clamp)
         return x0, family.decoder.begin(x0)
 

@@ -161,6 +161,7 @@ def test_packed_rows_equal_masked_rows_forwards_and_backwards(monkeypatch: pytes
     with torch.no_grad():
         caches = [tower.run([ids]) for ids in RAGGED]
     monkeypatch.setattr(cosmos3_denoiser, "varlen_attn", row_by_row)
+    monkeypatch.setattr(cosmos3_denoiser, "fills", lambda keys: False)
     for packed in (False, True):
         monkeypatch.setattr(cosmos3_denoiser, "packs", lambda keys, head_dim, packed=packed: packed)
         denoiser.zero_grad()
@@ -173,35 +174,70 @@ def test_packed_rows_equal_masked_rows_forwards_and_backwards(monkeypatch: pytes
     torch.testing.assert_close(seen[1][1], seen[0][1], rtol=1e-4, atol=1e-5)
 
 
-def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the dense kernel computes: heads share keys in groups, and every key is read."""
-    keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
-    logits = queries @ keys.mT * queries.shape[-1] ** -0.5
-    return logits.softmax(-1) @ values, logits.float().logsumexp(-1)
+def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the dense kernel computes: heads share keys in groups, and every key is read. Its generator is not asked."""
+    logits, values = grouped_logits(queries, keys), of_heads(values, queries)
+    state = torch.zeros(()), torch.zeros(())
+    return (logits.softmax(-1) @ values).to(queries.dtype), logits.float().logsumexp(-1), *state
+
+
+def dense_backward(
+    grad: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *left: Any
+) -> tuple[torch.Tensor, ...]:
+    """What its backward computes: shares from logits and the denominator it is told, never from the other keys."""
+    out, normaliser, _ = left
+    scale, groups = queries.shape[-1] ** -0.5, keys.shape[1]
+    shares = torch.exp(grouped_logits(queries, keys) - normaliser[..., None])
+    worth = grad @ of_heads(values, queries).mT - (grad * out).sum(-1, keepdim=True)
+    of_logits = shares * worth
+    of_keys, of_values = of_logits.mT @ queries * scale, shares.mT @ grad
+    together = [part.unflatten(1, (groups, -1)).sum(2) for part in (of_keys, of_values)]
+    return of_logits @ of_heads(keys, queries) * scale, *together
+
+
+def of_heads(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    return keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+
+
+def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return queries @ of_heads(keys, queries).mT * queries.shape[-1] ** -0.5
 
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.integers(0, 1000))
-def test_filled_prompts_equal_masked_ones_while_samples_are_made(lengths: list[int], data: int) -> None:
+def test_filled_prompts_equal_masked_ones_forwards_and_backwards(lengths: list[int], data: int) -> None:
     tower, denoiser = split(build_transformer())
     draw = torch.Generator().manual_seed(data)
-    x = torch.randn(len(lengths), 3, 1, 4, 6, generator=draw)
+    x, weight = (torch.randn(len(lengths), 3, 1, 4, 6, generator=draw) for _ in range(2))
     sigma = torch.rand(len(lengths), generator=draw)
-    ids = [torch.randint(3, 200, (length,), generator=draw).tolist() for length in lengths]
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        caches = [tower.run([row]) for row in ids]
-        patch.setattr(cosmos3_denoiser, "fills", lambda keys: True)
+    with torch.no_grad():
+        caches = [tower.run([torch.randint(3, 200, (length,), generator=draw).tolist()]) for length in lengths]
+    watched = [p for name, p in denoiser.named_parameters() if "add_" in name and name.endswith("proj.weight")]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cosmos3_denoiser, "_dense", dense)
-        masked = denoiser(x, sigma, PromptCache.batch(caches))
-        batch = PromptCache.batch(caches)
-        with denoiser.making_samples():
+        patch.setattr(cosmos3_denoiser, "_dense_backward", dense_backward)
+        for filled in (False, True):
+            patch.setattr(cosmos3_denoiser, "fills", lambda keys, filled=filled: filled)
+            batch = PromptCache.batch(caches)
             reading = denoiser.reading(x, batch)
-            filled = denoiser(x, sigma, batch)
-        again = denoiser(x, sigma, batch)
+            v = denoiser(x, sigma, batch)
+            seen.append((v.detach(), *torch.autograd.grad((v * weight).sum(), watched)))
+    assert reading is not None
     assert reading[0].shape[-2] == 128
     assert reading[5].flatten().tolist() == [128 - length for length in lengths]
-    assert float((filled - masked).norm() / masked.norm()) < 1e-4
-    assert torch.equal(again, masked)
+    for masked, other in zip(*seen, strict=True):
+        assert float((other - masked).norm() / masked.norm()) < 1e-4
+
+
+def test_a_deterministic_run_fills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it ask the device, which a CPU's keys would not survive."""
+    monkeypatch.setattr(cosmos3_denoiser, "packs", lambda keys, head_dim: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda given: True)
+    assert cosmos3_denoiser.fills(torch.zeros(1, 2, 8, 16))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not cosmos3_denoiser.fills(torch.zeros(1, 2, 8, 16))
 
 
 @pytest.mark.parametrize("shift", [-60.0, -5.0, 0.0, 5.0, 60.0])
@@ -213,19 +249,25 @@ def test_what_repeats_add_is_taken_off_whatever_the_logits_are(shift: float, las
     queries[..., 0], values = 4.0, torch.randn(1, 2, 7, 16, generator=draw)
     keys[..., 0] = torch.randn(1, 2, 7, generator=draw) + shift
     keys[:, :, 3, 0] += last
-    exact, _ = dense(queries.double(), keys.double(), values.double())
-    prompt, none = keys[:, :, :4], torch.zeros(1, 2, 100, 16)
+    weight = torch.randn(1, 4, 5, 16, generator=draw)
+    prompt, worth, none = keys[:, :, :4], values[:, :, :4], torch.zeros(1, 2, 100, 16)
     filled = torch.cat((prompt, prompt[:, :, -1:].expand(1, 2, 100, 16)), dim=2)
+    own = [part.clone().requires_grad_() for part in (queries, keys[:, :, 4:], values[:, :, 4:])]
+    true = [part.detach().double().requires_grad_() for part in own]
+    whole = (torch.cat((prompt.double(), true[1]), dim=2), torch.cat((worth.double(), true[2]), dim=2))
+    exact, *_ = dense(true[0], *whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cosmos3_denoiser, "_dense", dense)
-        seen = cosmos3_denoiser._filled(
-            queries,
-            torch.cat((filled, keys[:, :, 4:]), dim=2),
-            torch.cat((values[:, :, :4], none, values[:, :, 4:]), dim=2),
-            filled,
-            torch.full((1, 1, 1), 100.0),
-        )
+        patch.setattr(cosmos3_denoiser, "_dense_backward", dense_backward)
+        seen = cosmos3_denoiser._filled(*own, filled, torch.cat((worth, none), dim=2), torch.full((1, 1, 1), 100.0))
+        grads = torch.autograd.grad((seen.transpose(1, 2) * weight).sum(), own)
     torch.testing.assert_close(seen.transpose(1, 2).double(), exact, rtol=2e-3, atol=1e-5)
+    # Rounding the result to bfloat16 alone would move gradients by more.
+    normaliser = grouped_logits(true[0], whole[0]).logsumexp(-1)
+    rounded = dense_backward(weight.double(), true[0], *whole, exact.bfloat16().double(), normaliser, ())
+    for mine, right, coarse in zip(grads, torch.autograd.grad((exact * weight).sum(), true), rounded, strict=True):
+        bound = (coarse.detach()[:, :, -right.shape[2] :] - right).norm() + 1e-4 * right.norm()
+        assert float((mine - right).norm()) <= float(bound)
 
 
 def test_a_packing_takes_every_true_key_once_and_no_padding() -> None:

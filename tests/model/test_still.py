@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan
 from torch import nn
 
 from nftctl.model import still
+from nftctl.model.still import StillDecoder
 
 PLAIN: dict[str, Any] = {"base_dim": 4, "num_res_blocks": 1, "z_dim": 6}
 RESIDUAL = {**PLAIN, "decoder_base_dim": 6, "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
@@ -28,47 +29,73 @@ def build(changes: dict[str, Any]) -> Any:
     return vae
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("changes", [PLAIN, RESIDUAL], ids=["plain", "residual"])
 @torch.no_grad()
-def test_one_frame_has_the_stock_pixels(changes: dict[str, Any]) -> None:
+def test_one_frame_has_the_stock_pixels(changes: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where biases are carried along to the next kernel; what compiles these is not part of this."""
+    monkeypatch.setattr(still.compiled, "function", lambda work, open_dims: work)
     vae = build(changes)
     z = torch.randn(2, 6, 1, 4, 3)
     exact = copy.deepcopy(vae).double().decode(z.double()).sample
-    still.prepare(vae)
-    got = still.decode(vae, z)
+    got = StillDecoder(vae, fused=fused)(z)
     assert got.shape == exact.shape
     assert exact.std() > 1e-3
     assert float((got - exact).abs().max()) < 1e-5
 
 
 @torch.no_grad()
-def test_no_product_is_made_with_the_frames_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae = build(PLAIN)
-    still.prepare(vae)
-    seen = []
-    forward = nn.Conv3d._conv_forward
-    monkeypatch.setattr(
-        nn.Conv3d, "_conv_forward", lambda self, *given: seen.append(self.kernel_size) or forward(self, *given)
-    )
-    still.decode(vae, torch.randn(1, 6, 1, 4, 4))
-    assert seen == [vae.post_quant_conv.kernel_size] == [(1, 1, 1)]
+def test_no_product_is_made_with_frames_or_pixels_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in time nor with the doubles of a pixel; a convolution of two by two sees one row and column more."""
+    vae, seen = build(PLAIN), []
+    convolve = torch.nn.functional.conv2d
+
+    def counted(x: Any, weight: Any, *given: Any, **more: Any) -> Any:
+        y = convolve(x, weight, *given, **more)
+        seen.append((tuple(x.shape[-2:]), tuple(weight.shape[-2:])))
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", counted)
+    monkeypatch.setattr(nn.Conv3d, "_conv_forward", lambda self, *given: pytest.fail("a convolution in time"))
+    StillDecoder(vae)(torch.randn(1, 6, 1, 4, 4))
+    doubled = [side for side, kernel in seen if kernel == (2, 2)]
+    assert doubled == [(side, side) for side in (4, 8, 16) for _ in range(4)]
+    assert {kernel for _, kernel in seen} == {(1, 1), (2, 2), (3, 3)}
 
 
 @torch.no_grad()
-def test_more_frames_and_tiles_take_the_stock_way() -> None:
+def test_more_frames_take_the_stock_way() -> None:
     stock, vae = build(PLAIN), build(PLAIN)
-    still.prepare(vae)
+    StillDecoder(vae, fused=True)
     z = torch.randn(1, 6, 3, 4, 4)
-    assert float((vae.decode(z).sample - stock.decode(z).sample).abs().max()) < 1e-5
+    assert torch.equal(vae.decode(z).sample, stock.decode(z).sample)
 
 
 @torch.no_grad()
-def test_slices_decode_image_by_image() -> None:
+def test_slices_decode_image_by_image(monkeypatch: pytest.MonkeyPatch) -> None:
     vae = build(PLAIN)
-    still.prepare(vae)
-    z, rows = torch.randn(3, 6, 1, 4, 4), []
-    whole = still.decode(vae, z)
-    vae.decoder.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[0]))
+    decode, rows = StillDecoder(vae), []
+    z = torch.randn(3, 6, 1, 4, 4)
+    whole = decode(z)
+    one = StillDecoder._decode
+    monkeypatch.setattr(StillDecoder, "_decode", lambda self, z: rows.append(z.shape[0]) or one(self, z))
     vae.enable_slicing()
-    assert float((still.decode(vae, z) - whole).abs().max()) < 1e-5
+    assert float((decode(z) - whole).abs().max()) < 1e-5
     assert rows == [1, 1, 1]
+
+
+@torch.no_grad()
+def test_what_lies_between_convolutions_is_one_graph_for_any_number_of_pictures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured whole, as on a GPU; what would make kernels of it is left out."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda work, **how: compile_(work, **how, backend="eager"))
+    vae = build(RESIDUAL)
+    torch._dynamo.reset()
+    decode, plain, z = StillDecoder(vae, fused=True), StillDecoder(vae), torch.randn(4, 6, 1, 4, 3)
+    before, graphs = still.compiled.graphs(), []
+    for rows in (2, 3, 4):
+        assert float((decode(z[:rows]) - plain(z[:rows])).abs().max()) < 1e-5
+        graphs.append(still.compiled.graphs() - before)
+    assert graphs[0] == graphs[-1] > 3
