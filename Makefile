@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Compiled modules are kept, also where the surroundings say otherwise: ranks and commands are started by the hundred.
+PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check lint format types completions docs base scenes clean
@@ -24,7 +25,7 @@ demo: $(VENV)/.run  ## Install, train the embedded model, show the reward rising
 	$(BIN)/nftctl launch scenes_t2i_cpu
 
 test: $(VENV)/.dev  ## Every test that CI runs
-	$(PYTEST) -n 2 --dist loadgroup --durations 15 --durations-min 5 -m "not soak and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder --durations 15 --durations-min 5 -m "not soak and not gpu"
 
 soak: $(VENV)/.dev  ## Long campaigns: kills, faults, storage, three seeds of learning
 	$(PYTEST) -m soak --timeout 3600
@@ -56,6 +57,7 @@ base: $(VENV)/.dev  ## Pretrain the base of the digits anew (minutes)
 
 scenes: $(VENV)/.dev  ## Pretrain the base of the scenes anew (minutes on a GPU)
 	$(BIN)/python -m nftctl.model.scenes.recipe --device cuda
+	$(BIN)/python benchmarks/scenes_check.py --device cuda
 
 clean:  ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from nftctl.cli.console import Console
 from nftctl.errors import UsageRefused
+
+SHOWN = 8
 
 
 def convert(
@@ -54,6 +58,7 @@ def _to_diffusers(
     if like is not None:
         refuse_no_base(like)
     tensors = open_dcp(source)
+    _refuse_idle_prefix(source, tensors.forms, strip_prefix)
     place = config_folder(source, config, like)
     not_tensors = list(getattr(tensors, "not_tensors", []))
     with new_folder(target) as draft:
@@ -64,6 +69,15 @@ def _to_diffusers(
     if not_tensors:
         console.say(f"left out {len(not_tensors)} entries that are no tensors; they were not read")
     return facts
+
+
+def _refuse_idle_prefix(source: Path, names: Collection[str], prefix: str) -> None:
+    """A prefix that no name has would leave every tensor out."""
+    if prefix and not any(name.startswith(prefix) for name in names):
+        first = sorted({name.partition(".")[0] for name in names})
+        more = ", ..." if len(first) > SHOWN else ""
+        message = f"--strip-prefix {shlex.quote(prefix)}: none of the {len(names)} tensors in {source} has that prefix"
+        raise UsageRefused(message, hint=f"their names begin with {', '.join(f'{n}.' for n in first[:SHOWN])}{more}")
 
 
 def _facts(

@@ -18,7 +18,6 @@ def export(target: str, out: Path, *, to: str, weights: str, base: str, json: bo
     from nftctl.model import card
     from nftctl.model import export as forms
     from nftctl.model.trained import open_trained
-    from nftctl.profile.prompts import base_folder
     from nftctl.run.outfolder import new_folder, refuse_taken
 
     _refuse_unknown("--to", to, FORMS)
@@ -26,15 +25,16 @@ def export(target: str, out: Path, *, to: str, weights: str, base: str, json: bo
     refuse_taken(out)
     console = Console(json=json)
     checkpoint = locate(target)
-    console.say(f"hashing {checkpoint}")
-    trained = open_trained(checkpoint)
+    # What cannot be had is refused before gigabytes are read.
+    trained = open_trained(checkpoint, hashes=False)
     forms.refuse_unfit(trained, to, weights)
     name = forms.base_name(trained, base)
-    card.loading(trained, to, name)  # an unknown contract is refused before anything is written
-    folder = None
+    card.loading(trained, to, name)
     if to != "lora":
-        forms.refuse_no_pipeline(base_folder(trained.init_from(base)), to)
-        folder = trained.base(base, console.say)
+        forms.refuse_no_pipeline(trained.base_place(base), to)
+    console.say(f"hashing {checkpoint}")
+    trained = open_trained(checkpoint)
+    folder = trained.base(base, console.say) if to != "lora" else None
     with new_folder(out) as draft:
         console.say(f"writing {out}")
         if folder is None:

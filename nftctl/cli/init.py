@@ -109,9 +109,11 @@ def init(target: Path, base: str, *, json: bool) -> None:
 
 def _write_new(target: Path, text: str) -> None:
     if target.is_dir():
-        raise UsageRefused(f"{target} is a folder", hint=f"name the file: nftctl init {target / 'profile.toml'}")
+        inside = shlex.quote(str(target / "profile.toml"))
+        raise UsageRefused(f"{target} is a folder", hint=f"name the file: nftctl init {inside}")
     if target.suffix != ".toml":
-        raise UsageRefused(f'the name of a profile ends in .toml, got "{target}"', hint=f"nftctl init {target}.toml")
+        meant = shlex.quote(f"{target}.toml")
+        raise UsageRefused(f'the name of a profile ends in .toml, got "{target}"', hint=f"nftctl init {meant}")
     with target.open("x", encoding="utf-8") as file:
         file.write(text)
 

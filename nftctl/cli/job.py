@@ -6,6 +6,7 @@ Everything that can be refused is refused before the engine is imported. Stdout 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from nftctl.cli.console import Console, table
 from nftctl.cli.progress import reporter_for
 from nftctl.cli.report import left_behind
 from nftctl.cli.signals import StopSignals
-from nftctl.cli.validate import load_checked
+from nftctl.cli.validate import every_rule, load_checked
 from nftctl.cli.view import View
 from nftctl.errors import ExitCode, Finding, NftctlError, UsageRefused
 
@@ -120,7 +121,7 @@ def resume(
             flags={"rl.max_steps": steps, "job.name": fork},
             env=os.environ,
         )
-        warnings = refuse_if_wrong(resolved)
+        warnings = refuse_if_wrong(resolved, every_rule())
         console.findings(warnings)
         from nftctl.engine.plan import plan_again, plan_fork, plan_resume
 
@@ -193,7 +194,7 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
 
 def closing_words(summary: Mapping[str, Any], again: str = "") -> list[str]:
     """What a run came to, and what to type next; without a checkpoint that is `again`."""
-    run, steps = summary["run"], summary["steps"]
+    run, steps, typed = summary["run"], summary["steps"], shlex.quote(str(summary["run"]))
     rows = [("", "")]
     if summary.get("stopped"):
         rows.append(("stopped", f"by {summary['stopped']} after step {steps['to']} of {steps['total']}"))
@@ -204,9 +205,9 @@ def closing_words(summary: Mapping[str, Any], again: str = "") -> list[str]:
         return table([*rows, ("next", f"nothing was saved; {again}")])
     further = steps["total"] if steps["to"] < steps["total"] else 2 * steps["total"]
     rows += [
-        ("next", f"nftctl resume {run} --steps {further}"),
-        ("", f"nftctl inspect-checkpoint {run}"),
-        ("", f"tensorboard --logdir {run}"),
+        ("next", f"nftctl resume {typed} --steps {further}"),
+        ("", f"nftctl inspect-checkpoint {typed}"),
+        ("", f"tensorboard --logdir {typed}"),
     ]
     return table(rows)
 
@@ -255,7 +256,7 @@ def _say_nothing_to_do(console: Console, plan: JobPlan, warnings: Sequence[Findi
     stored = RunDirectory.open(run).read_record().get("total_steps")
     # Without --steps a run goes on to its stored total, which may lie further than what was asked for.
     further = "" if type(stored) is int and stored > done else f" --steps {2 * done}"
-    console.say(f"to go further: nftctl resume {run}{further}")
+    console.say(f"to go further: nftctl resume {shlex.quote(str(run))}{further}")
     console.data(str(run))
     steps = {"from": done, "to": done, "total": asked}
     console.result("resume", warnings, nothing_to_do=True, run=str(run), steps=steps)

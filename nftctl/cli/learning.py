@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nftctl.cli.console import Console, table, wants_colour
 from nftctl.cli.signals import StopSignals
 from nftctl.cli.validate import load_checked
-from nftctl.errors import TrainingFailed
+from nftctl.errors import TrainingFailed, UsageRefused
 
 if TYPE_CHECKING:
     from nftctl.learning.compare import Plan
@@ -99,6 +99,11 @@ def _plan(profile: Profile, wishes: Wishes) -> Plan:
 
     step = profile.data.rows_per_step * profile.rl.group_size
     named = None if wishes.methods is None else [name.strip() for name in wishes.methods.split(",")]
+    if named is not None and not all(named):
+        message = f'--methods "{wishes.methods}" has no name in a place where one belongs'
+        raise UsageRefused(
+            message, hint=f"a list, as nft,flow-grpo, of {', '.join(NAMES)}; all of them without --methods"
+        )
     return Plan(
         methods=tuple(NAMES if named is None else named),
         seeds=wishes.seeds,

@@ -163,7 +163,7 @@ def _lines(answer: dict[str, Any], reward: Reward) -> Sequence[str]:
         (answer["name"], f"{answer['url']} ({answer['service']}, {answer['protocol']})"),
         ("  revision", _revision(answer["revision"])),
         ("  latency", times),
-        ("  toy image", f"score {toy['score']:.4g} for {toy['prompt']!r}"),
+        ("  toy image", f"score {toy['score']:.4f} for {toy['prompt']!r}"),
     ]
     if load:
         size = f"{load['images']} images of {load['width']}x{load['height']} from {load['ranks']} ranks"

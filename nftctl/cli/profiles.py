@@ -1,4 +1,4 @@
-"""`nftctl profiles`: the bundled profiles by name, one of them verbatim, or the JSON Schema that all of them follow.
+"""`nftctl profiles`: the bundled profiles by name, one of them as it is, or the JSON Schema that all of them follow.
 
 Describes a profile by the first sentence of its opening comment, so that the file itself is the only source. Refuses
 names that are not bundled: this command reads no file of the person's.
@@ -29,9 +29,12 @@ def list_profiles(*, json: bool) -> None:
 
 
 def print_profile(name: str, *, json: bool) -> None:
-    """Print the TOML of one bundled profile, byte for byte. Raises UsageRefused for any other name."""
+    """Print the TOML of one bundled profile as it is, but for the line that leads editors to the schema beside it.
+
+    That place is the package's, and the text is read, or saved, somewhere else. Raises UsageRefused for any other name.
+    """
     path = find_bundled(name)
-    text = path.read_text()
+    text = "".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#:"))
     if not json:
         _write(text)
     profile = {"name": name, "description": describe(text), "path": str(path), "text": text}

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from nftctl.cli.app import COMMANDS
 from nftctl.cli.online import RULES as ONLINE
+from nftctl.cli.validate import every_rule
 from nftctl.engine.alarms import ADVICE
 from nftctl.profile.keys import Path as KeyPath
 from nftctl.profile.keys import dotted
-from nftctl.profile.preflight import RULES
 from nftctl.profile.reference import JUDGED, Key, json_schema_text, keys, rules_of, section_meaning
 from nftctl.profile.schema import Profile
 from nftctl.run.identity import identity_document, seed_contract
@@ -165,7 +165,7 @@ def _section(path: KeyPath, inside: Sequence[Key], standings: Mapping[str, str])
 def _rules() -> str:
     lines = ["## Rules", "", "`nftctl validate --rules` lists the same. A warning does not stop a run.", ""]
     lines += ["| code | severity | reason | keys |", "|---|---|---|---|"]
-    for rule in RULES:
+    for rule in every_rule():
         judged = ", ".join(f"`{key}`" for key in JUDGED[rule.code])
         lines.append(f"| `{rule.code}` | {rule.severity} | {rule.reason} | {judged} |")
     lines += ["", "What `nftctl validate --online` looks at besides:", "", "| code | reason |", "|---|---|"]

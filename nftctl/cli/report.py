@@ -5,6 +5,7 @@ Also writes the report that every launch and resume leaves behind, where nothing
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,5 +37,5 @@ def left_behind(console: Console, run: Path) -> str | None:
 
         return str(write_report(RunDirectory(run)).path)
     except Exception as error:  # the run is done and saved, whatever this is
-        console.warn(f"no report was written: {error}; nftctl report {run} tries again")
+        console.warn(f"no report was written: {error}; nftctl report {shlex.quote(str(run))} tries again")
         return None

@@ -56,10 +56,13 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
         refuse_taken(images)
     console = Console(json=json)
     checkpoint = locate(target)
-    console.say(f"hashing {checkpoint}")
-    trained = open_trained(checkpoint)
+    # What cannot be had is refused before gigabytes are read.
+    trained = open_trained(checkpoint, hashes=False)
     profile = _profile(trained)
     sheet = _sheet(trained, profile, wishes)
+    trained.base_place(wishes.base)
+    console.say(f"hashing {checkpoint}")
+    trained = open_trained(checkpoint)
     base = trained.base(wishes.base, console.say)
     for part in ("vae", "tokenizer"):
         trained.part(part)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nftctl.cli.console import Console
+from nftctl.cli.validate import estimated_memory, every_rule
 from nftctl.errors import ExitCode, Finding, ProfileRefused, UsageRefused
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ ON_THE_VOLUME = ("init-from-missing", "vae-missing", "tokenizer-missing", "promp
 """Findings that say that a file is not on this machine; one on a volume of the cluster never is."""
 LEFT_TO_THE_POD = ("init-from-hub", "disk-space")
 """Findings about the disks of this machine, which no pod sees."""
+OF_THIS_MACHINE = ("grid-interface-missing",)
+"""Findings about the machine that a run is started on, which is not the one that hands it over."""
 AWAIT_S = 300.0
 """Longest wait for the nodes of a job to join its Ray cluster."""
 
@@ -166,7 +169,7 @@ def _check(console: Console, resolved: Resolved, mount: str) -> list[Finding]:
     """Every rule of preflight; the warnings, if there is nothing worse."""
     from nftctl.profile.preflight import check
 
-    findings = check(resolved)
+    findings = [finding for finding in check(resolved, every_rule()) if finding.code not in OF_THIS_MACHINE]
     left = [finding for finding in findings if mount and _is_left_to_the_pod(finding, resolved, mount)]
     for finding in left:
         console.say(f"left to the pod, which sees the volume: {finding.code} of {finding.key}")
@@ -249,11 +252,11 @@ def _to_kubernetes(console: Console, source: Source, options: Options) -> None:
     from nftctl.submit import kubernetes
     from nftctl.submit.portable import profile_text, token_variables
 
-    for option, value in (("--image", options.image), ("--volume", options.volume)):
-        if not value:
-            raise UsageRefused(
-                f"--to kubernetes needs {option}", hint="for example --image nftctl:0.1 --volume runs:/data"
-            )
+    lacking = [option for option, value in (("--image", options.image), ("--volume", options.volume)) if not value]
+    if lacking:
+        raise UsageRefused(
+            f"--to kubernetes needs {' and '.join(lacking)}", hint="for example --image nftctl:0.1 --volume runs:/data"
+        )
     claim, mount = kubernetes.parse_volume(options.volume)
     wishes = kubernetes.Wishes(
         options.image, claim, mount, options.secret, options.namespace, options.memory_per_node, options.grace
@@ -268,6 +271,8 @@ def _to_kubernetes(console: Console, source: Source, options: Options) -> None:
             "embedded scorer needs no token",
             hint="leave --secret out",
         )
+    if not size.gpus and (memory := estimated_memory(resolved)) is not None:
+        wishes = replace(wishes, tensors=memory["peak_bytes"])
     text = kubernetes.manifest(profile_text(resolved), name, size, tokens, _launch_options(options), wishes)
     console.say(f"run {name} as RayJob {kubernetes.object_name(name)}: {size.describe()}")
     if tokens and not options.secret:

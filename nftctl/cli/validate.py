@@ -17,6 +17,15 @@ from nftctl.errors import ExitCode, Finding
 
 if TYPE_CHECKING:
     from nftctl.profile.load import Origin, Resolved
+    from nftctl.profile.preflight import Rule
+
+
+def every_rule() -> tuple[Rule, ...]:
+    """The rules of preflight, and the one that knows the packaged scorers, which are above profiles."""
+    from nftctl.profile.preflight import RULES
+    from nftctl.reward.judgeable import RULE
+
+    return (*RULES, RULE)
 
 
 def load_checked(
@@ -35,7 +44,7 @@ def load_checked(
     resolved = load_profile(path, sets=sets, flags={key: value for key, value in flags.items() if value is not None})
     if fetch:
         _fetch_base(console, resolved)
-    warnings = refuse_if_wrong(resolved)
+    warnings = refuse_if_wrong(resolved, every_rule())
     console.findings(warnings)
     return resolved, warnings
 
@@ -64,7 +73,7 @@ def validate(
     prompts = _prompts(resolved)
     count = f", {len(warnings)} warning{'s' if len(warnings) != 1 else ''}" if warnings else ""
     console.data(f"{resolved.name}: valid{count}; {prompts['count']} prompts, sha256 {prompts['sha256'][:12]}")
-    estimated = _memory(resolved)
+    estimated = estimated_memory(resolved)
     for line in memory_lines(estimated, whole=memory):
         console.data(line)
     extra: dict[str, Any] = {"memory": estimated}
@@ -111,10 +120,9 @@ def _look_around(console: Console, resolved: Resolved, warnings: Sequence[Findin
 def list_rules(*, json: bool) -> None:
     """Print the code and the reason of every rule: those of preflight, then those of `--online`."""
     from nftctl.cli.online import RULES as ONLINE
-    from nftctl.profile.preflight import RULES
 
     console = Console(json=json)
-    rules = [{"code": r.code, "severity": r.severity, "online": False, "reason": r.reason} for r in RULES]
+    rules = [{"code": r.code, "severity": r.severity, "online": False, "reason": r.reason} for r in every_rule()]
     rules += [{"code": c, "severity": "error", "online": True, "reason": reason} for c, reason in ONLINE.items()]
     kinds = {(False, "error"): "", (False, "warning"): "warns", (True, "error"): "--online"}
     rows = [(str(r["code"]), kinds[bool(r["online"]), str(r["severity"])], str(r["reason"])) for r in rules]
@@ -131,7 +139,7 @@ def _prompts(resolved: Resolved) -> dict[str, Any]:
     return {"path": str(path), "count": len(read_prompts(path)), "sha256": hash_file(path)}
 
 
-def _memory(resolved: Resolved) -> dict[str, Any] | None:
+def estimated_memory(resolved: Resolved) -> dict[str, Any] | None:
     """The estimate of one rank's memory as the JSON object has it; None where the base does not say its geometry."""
     from nftctl.profile.estimate import NOT_COUNTED, estimate
     from nftctl.profile.rules.rule import Facts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -60,7 +61,8 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
         saved = list_steps(plan.run_path / "checkpoints")
         raise CheckpointUnusable(
             f"cannot write to {plan.run_path}: {error.strerror or error}",
-            hint=cure(error) + (f"; what was saved is whole: nftctl resume {saved[-1][1]}" if saved else ""),
+            hint=cure(error)
+            + (f"; what was saved is whole: nftctl resume {shlex.quote(str(saved[-1][1]))}" if saved else ""),
         ) from error
 
 
@@ -87,7 +89,7 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         observation = stack.enter_context(observe(run, plan, reporter))
         if again := done_again(observation.metrics, plan.state.step):
             reporter.note(again)
-        observation.refuse_standing(f"nftctl resume {run.path}")
+        observation.refuse_standing(f"nftctl resume {shlex.quote(str(run.path))}")
         if group is None:
             reporter.note(f"{'starting Ray' if cluster is None else 'joining it'} with {plan.profile.ranks} ranks")
             group = stack.enter_context(ranks_of(plan, logs, cluster, reporter))
@@ -221,7 +223,8 @@ class _Run:
             way = "give --fork another name" if self.plan.parent else "begin again with --auto-resume to keep the name"
             return f"no checkpoint was written yet; {way}"
         # By its own name: a save that broke off may lie beyond it, and that is not passed over.
-        return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {saves.newest}"
+        newest = shlex.quote(str(saves.newest))
+        return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {newest}"
 
     def _train(self, state: RunState, saves: Checkpoints, looking: Looking) -> RunState:
         every = self.plan.profile.checkpoint.every
@@ -245,11 +248,11 @@ class _Run:
     def _end_at_alarm(self, saves: Checkpoints, alarm: Alarm) -> None:
         """Save the step that is done, which an evaluation may have judged after it was passed over, and raise."""
         self._save_last(saves)
-        fork = f"nftctl resume {self.run.checkpoints}/STEP --fork NAME --set ..."
+        fork = f"nftctl resume {shlex.quote(str(self.run.checkpoints))}/STEP --fork NAME --set ..."
         raise _EndedByAlarm(
             f"ended by alarms.stop at step {self.last.step}: {alarm.code}: {alarm.message}",
             hint=f"{alarm.advice}; a changed run from any of its checkpoints: {fork}; this one all the same: "
-            f"nftctl resume {self.run.path} --set 'alarms.stop=[]'",
+            f"nftctl resume {shlex.quote(str(self.run.path))} --set 'alarms.stop=[]'",
         )
 
     def _step(self, state: RunState, saves: Checkpoints, keep: bool) -> RunState:

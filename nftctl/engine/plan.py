@@ -6,6 +6,7 @@ Owns the computation of hashes, identity and seed contract, and the comparison o
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -372,7 +373,8 @@ def _refuse_second_history(run: RunDirectory, step: int) -> None:
     if newer:
         raise CheckpointUnusable(
             f"{run.path} has gone on to {newer[-1].name}; resuming step {step} would give it two histories",
-            hint=f"resume the newest: nftctl resume {run.path}; or begin a new run from step {step}: add --fork NAME",
+            hint=f"resume the newest: nftctl resume {shlex.quote(str(run.path))}; or begin a new run from step {step}: "
+            "add --fork NAME",
         )
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import orjson
 
 from nftctl import __version__
-from nftctl.model.export import ADAPTER_FOLDER
-from nftctl.model.trained import Trained
+from nftctl.model.export import ADAPTER_FOLDER, COMPONENT
+from nftctl.model.trained import Trained, public_name
+from nftctl.profile.artifacts import EMBEDDED, EMBEDDED_SETS, PACKAGE
 from nftctl.run.outfolder import copy_file
+from nftctl.tensorfile import DTYPE_NAMES, read_header, weight_files
 
 PIPELINES = {"cosmos3": "Cosmos3OmniPipeline", "sd3": "StableDiffusion3Pipeline"}
 """Family -> the class of diffusers that loads a whole base."""
@@ -57,12 +59,14 @@ def write_card(trained: Trained, to: str, weights: str, base_name: str, folder: 
         _front_matter(to, base_name),
         f"# {_title(trained, to)}\n",
         _what(trained, to, weights, base_name),
-        f"## Loading\n\n```python\n{loading(trained, to, base_name)}\n```\n\n{_sampling(trained)}\n",
+        f"## Loading\n\n```python\n{loading(trained, to, base_name)}\n```\n",
+        _whence(to, base_name),
+        f"{_sampling(trained)}\n",
+        _rounding(trained, to, weights, folder),
         _rewards(trained, weights, pictures),
         _table("Recipe", ("setting", "value"), _recipe(trained)),
         _table("Provenance", ("", ""), _provenance(trained, weights)),
-        "## Licence\n\nThe base's licence and terms of use go with these weights. "
-        "nftctl adds none of its own and could not check them.\n",
+        f"## Licence\n\n{_licence(base_name)}\n",
     ]
     (folder / "README.md").write_text("\n".join(part for part in parts if part))
 
@@ -72,27 +76,59 @@ def loading(trained: Trained, to: str, base_name: str) -> str:
     contract = trained.contract
     adapter = {"lora": "FOLDER", "diffusers": f"FOLDER/{ADAPTER_FOLDER}"}.get(to) if _is_adapter(trained) else None
     place = _from_base(base_name) if to == "lora" else '"FOLDER"'
+    first, base = _packaged_lines(base_name) if to == "lora" else ([], [])
     if not contract.needs_vae:
         # Latents are pixels, so there is no pipeline: the transformer is all that diffusers can load.
         lines = [
+            *first,
             f"from diffusers import {contract.transformer}",
             "",
+            *base,
             f'transformer = {contract.transformer}.from_pretrained({place}, subfolder="transformer")',
         ]
         return "\n".join([*lines, *([_load("cosmos3", adapter).removeprefix("pipe.")] if adapter else [])])
     name = PIPELINES[contract.family]
     more = ", enable_safety_checker=False" if contract.family == "cosmos3" else ""
+    imports = ["import torch", f"from diffusers import {name}"]
+    if contract.embedded:
+        # The index of a packaged base calls its tokenizer `tokenizer`, and this pipeline wants a `text_tokenizer`.
+        imports.append("from transformers import AutoTokenizer")
+        base = [*base, f'tokenizer = AutoTokenizer.from_pretrained({place}, subfolder="tokenizer")']
+        more = f", text_tokenizer=tokenizer{more}"
     lines = [
-        "import torch",
-        f"from diffusers import {name}",
+        *first,
+        *imports,
         "",
+        *base,
         f"pipe = {name}.from_pretrained({place}, torch_dtype=torch.{trained.value('model.dtype')}{more})",
     ]
     return "\n".join([*lines, *([_load(contract.family, adapter)] if adapter else [])])
 
 
+def _packaged(base_name: str) -> str:
+    """The packaged set that a base of this name is of, or empty."""
+    return next((name for name in EMBEDDED_SETS if public_name(f"{EMBEDDED}:{name}") == base_name), "")
+
+
+def _inside(packaged: str) -> str:
+    """Where a packaged base lies in the package."""
+    return (EMBEDDED_SETS[packaged] / "base").relative_to(PACKAGE).as_posix()
+
+
+def _packaged_lines(base_name: str) -> tuple[list[str], list[str]]:
+    """Lines before the imports of diffusers and after them that find a packaged base; none for any other."""
+    packaged = _packaged(base_name)
+    if not packaged:
+        return [], []
+    return ["from importlib.resources import files", ""], [f'base = files("nftctl") / "{_inside(packaged)}"']
+
+
 def _from_base(base_name: str) -> str:
-    """How to name the base to `from_pretrained`: a hub id as it is, anything else by a word to put a path for."""
+    """How to name the base to `from_pretrained`: a hub id as it is, a packaged one where it lies, any other by a word
+    to put a path for.
+    """
+    if _packaged(base_name):
+        return "base"
     name, _, revision = base_name.partition("@")
     return f"{json.dumps(name)}, revision={json.dumps(revision)}" if "/" in name and revision else '"BASE"'
 
@@ -106,8 +142,10 @@ def _is_adapter(trained: Trained) -> bool:
 
 
 def _front_matter(to: str, base_name: str) -> str:
-    """What a model hub reads. Only a hub id can be named as a base there."""
-    lines = ["---", "library_name: diffusers", "pipeline_tag: text-to-image"]
+    """What a model hub reads. Only a hub id can be named as a base there, and only a packaged licence is known."""
+    packaged = _packaged(base_name)
+    lines = ["---", *([f"license: {_packaged_licence(packaged)}"] if packaged else [])]
+    lines += ["library_name: diffusers", "pipeline_tag: text-to-image"]
     if "/" in base_name and "@" in base_name:
         lines.append(f"base_model: {base_name.partition('@')[0]}")
     tags = ["nftctl", "diffusion-nft", "reinforcement-learning", *(["lora"] if to == "lora" else [])]
@@ -142,7 +180,67 @@ def _sampling(trained: Trained) -> str:
     )
     if trained.contract.family == "sd3" and trained.manifest.identity.get("model.t5") is False:
         text += " Prompts were read without T5: load the pipeline with `text_encoder_3=None, tokenizer_3=None`."
+    if trained.contract.family == "cosmos3" and trained.contract.needs_vae:
+        # Both are on in the pipeline where nothing is said.
+        off = [
+            f"{theirs}=False"
+            for ours, theirs in (
+                ("system_prompt", "use_system_prompt"),
+                ("resolution_template", "add_resolution_template"),
+            )
+            if trained.manifest.identity.get(f"model.{ours}") is False
+        ]
+        text += f" Prompts were read as they are: call the pipeline with `{', '.join(off)}`." if off else ""
     return text
+
+
+def _whence(to: str, base_name: str) -> str:
+    """Where a packaged base is to be found by who has the adapter alone."""
+    packaged = _packaged(base_name)
+    if to != "lora" or not packaged:
+        return ""
+    return (
+        f"The base comes with the Python package nftctl (here {__version__}), in its folder `{_inside(packaged)}`; "
+        f"profiles call it `{EMBEDDED}:{packaged}`.\n"
+    )
+
+
+def _licence(base_name: str) -> str:
+    packaged = _packaged(base_name)
+    if not packaged:
+        return (
+            "The base's licence and terms of use go with these weights. nftctl adds none of its own and could not "
+            "check them."
+        )
+    return (
+        f"The base is under {_packaged_licence(packaged)}, which goes with these weights; its own card, in nftctl's "
+        f"folder `{_inside(packaged)}`, says what it was made of. nftctl adds no other."
+    )
+
+
+def _packaged_licence(packaged: str) -> str:
+    """As the front matter of the packaged base's own card has it."""
+    lines = (EMBEDDED_SETS[packaged] / "base" / "README.md").read_text().splitlines()
+    return next(line.removeprefix("license: ") for line in lines if line.startswith("license: "))
+
+
+def _rounding(trained: Trained, to: str, weights: str, folder: Path) -> str:
+    """What the base's own dtype took from weights that are float32 in the checkpoint; empty where it took nothing."""
+    if to == "lora" or (to == "diffusers" and _is_adapter(trained)) or not (folder / COMPONENT).is_dir():
+        return ""
+    trains = {f"{name}.weight" for name in trained.adapted(weights)} or set(trained.copy(weights))
+    infos = [read_header(file)[0] for file in weight_files(folder / COMPONENT)]
+    stored = {info.dtype for file in infos for name, info in file.items() if name in trains}
+    names = sorted(ours for ours, theirs in DTYPE_NAMES.items() if theirs in stored - {"F32", "F64"})
+    if not names:
+        return ""
+    what = (
+        "The adapter was added in float32, and the sum" if _is_adapter(trained) else "Trained in float32, each weight"
+    )
+    return (
+        f"{what} was rounded once to the base's {' and '.join(names)}: pictures differ a little from those that "
+        "the run made of the same noise.\n"
+    )
 
 
 def _copy_pictures(trained: Trained, folder: Path) -> list[tuple[str, str]]:

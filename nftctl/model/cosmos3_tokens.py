@@ -77,6 +77,8 @@ class Cosmos3Tokens:
         if not self.options["add_resolution_template"]:
             # The tiny base's template cannot see that its first advice is followed already.
             words = words.replace("set model.resolution_template = false; ", "")
+        # Both packaged templates say so, and their text is part of what a run was trained on.
+        words = words.replace("the tiny base", "this base")
         shown = prompt if len(prompt) <= MOST_SHOWN else prompt[:MOST_SHOWN] + "..."
         message = f'the base\'s tokenizer refuses the prompt "{shown}": {words}'
         key = "rl.negative_prompt" if negative else "data.prompt_file"

@@ -175,8 +175,9 @@ def base_name(trained: Trained, given: str) -> str:
 
 
 def refuse_unfit(trained: Trained, to: str, weights: str) -> None:
-    """Refuse a form that this checkpoint cannot have."""
-    if to != "diffusers" and not trained.adapted(weights):
+    """Refuse weights that this checkpoint does not hold, and a form that it cannot have."""
+    adapted = trained.adapted(weights)
+    if to != "diffusers" and not adapted:
         raise UsageRefused(
             f"{trained.folder} holds whole weights and no adapter, so there is nothing to write as {to}",
             hint="take the whole pipeline: --to diffusers",

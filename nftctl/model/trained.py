@@ -101,14 +101,19 @@ class Trained:
             )
         return value
 
+    def base_place(self, given: str = "") -> Path:
+        """The folder that is named as the base; nothing in it is looked at."""
+        folder = base_folder(self.init_from(given))
+        if not is_folder(folder):
+            raise CheckpointUnusable(f"the base {folder} is not there", hint="say where it is now: --base FOLDER")
+        return folder
+
     def base(self, given: str = "", note: Note = silent) -> Path:
         """The folder of the base, proven to be the one of the training. Reads all of it.
 
         A run from a distributed checkpoint began from a denoiser alone, so any base with that denoiser is its base.
         """
-        folder = base_folder(self.init_from(given))
-        if not is_folder(folder):
-            raise CheckpointUnusable(f"the base {folder} is not there", hint="say where it is now: --base FOLDER")
+        folder = self.base_place(given)
         found = fingerprint_base(folder, note)
         if found != self.fingerprint and fingerprint_denoiser(folder) != self.fingerprint:
             raise CheckpointUnusable(
@@ -131,9 +136,12 @@ class Trained:
         return local(value)
 
 
-def open_trained(folder: Path) -> Trained:
-    """Open a checkpoint, hashing every byte of it. Raises CheckpointUnusable with its faults."""
-    manifest = read_whole(folder)
+def open_trained(folder: Path, *, hashes: bool = True) -> Trained:
+    """Open a checkpoint, hashing every byte of it. Raises CheckpointUnusable with its faults.
+
+    Without `hashes` it is proven by sizes and headers alone: enough to refuse what cannot be done with it.
+    """
+    manifest = read_whole(folder, hashes=hashes)
     run = RunDirectory(folder.absolute().parent.parent)
     if not (run.run_json.is_file() and run.resolved_json.is_file()):
         return Trained(folder, manifest, None)

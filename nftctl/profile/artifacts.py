@@ -230,6 +230,18 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def known_words(tokenizer: Path) -> tuple[str, ...]:
+    """Every word of a tokenizer that has one token a word and none for a word it lacks; empty for any other kind."""
+    document = read_object(tokenizer / "tokenizer.json")
+    model, added = document.get("model"), document.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordLevel" else None
+    by_space = document.get("pre_tokenizer") == {"type": "WhitespaceSplit"}
+    if not by_space or not isinstance(vocabulary, dict) or model is None or model.get("unk_token") in vocabulary:
+        return ()
+    special = {entry.get("content") for entry in added if isinstance(entry, dict)} if isinstance(added, list) else set()
+    return tuple(word for word in vocabulary if word not in special)
+
+
 def _has_shards(folder: Path) -> bool:
     try:
         return any(child.suffix in (".distcp", ".safetensors") for child in folder.iterdir())

@@ -6,7 +6,7 @@ warnings are about values that are allowed and mislead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nftctl.errors import Finding, ProfileRefused
@@ -31,10 +31,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(resolved: Resolved) -> list[Finding]:
+def check(resolved: Resolved, rules: Sequence[Rule] = RULES) -> list[Finding]:
     """What every rule has to say, sorted by line. An empty list means that nothing is wrong."""
     facts = Facts(resolved)
-    return place(resolved, ((rule.code, rule.severity, found) for rule in RULES for found in rule.function(facts)))
+    return place(resolved, ((rule.code, rule.severity, found) for rule in rules for found in rule.function(facts)))
 
 
 def place(resolved: Resolved, problems: Iterable[tuple[str, Severity, Problem]]) -> list[Finding]:
@@ -44,9 +44,9 @@ def place(resolved: Resolved, problems: Iterable[tuple[str, Severity, Problem]])
     return arrange(found, list(resolved.texts))
 
 
-def refuse_if_wrong(resolved: Resolved) -> list[Finding]:
+def refuse_if_wrong(resolved: Resolved, rules: Sequence[Rule] = RULES) -> list[Finding]:
     """The warnings, if there is nothing worse. Raises ProfileRefused with all findings otherwise."""
-    findings = check(resolved)
+    findings = check(resolved, rules)
     if any(finding.severity == "error" for finding in findings):
         raise ProfileRefused(findings)
     return findings

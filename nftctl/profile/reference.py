@@ -25,6 +25,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "group-size": ("rl.group_size",),
     "grid-address": ("grid.address",),
     "grid-interface": ("grid.interface",),
+    "grid-interface-missing": ("grid.interface",),
     "role-shape": ("grid.ranks", "grid.num_replicas", "grid.shapes"),
     "video-not-in-release": ("rl.modality",),
     "video-profile": ("rl.profile",),
@@ -44,6 +45,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "init-from-hub": ("rl.init_from",),
     "init-from-dcp": ("rl.init_from",),
     "init-from-family": ("rl.init_from",),
+    "init-from-contract": ("rl.init_from",),
     "init-from-weights": ("rl.init_from",),
     "vae-missing": ("model.vae",),
     "media-shape": ("model.height", "model.width"),
@@ -69,6 +71,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "reward-url-invalid": ("reward.providers.0.url", "eval.providers.0.url"),
     "reward-revision-missing": ("reward.providers.0.revision", "eval.providers.0.revision"),
     "reward-scorer-unknown": ("reward.providers.0.scorer", "eval.providers.0.scorer"),
+    "reward-scorer-unfit": ("reward.providers.0.scorer", "eval.providers.0.scorer"),
     "reward-weights": ("reward.providers.0.weight", "eval.providers.0.weight"),
     "reward-names": ("reward.providers.0.name", "eval.providers.0.name"),
     "reward-clip": ("reward.providers.0.clip", "eval.providers.0.clip"),
@@ -88,6 +91,7 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "prompt-file-missing": ("data.prompt_file", "eval.prompt_file"),
     "prompt-file-invalid": ("data.prompt_file", "eval.prompt_file"),
     "prompt-file-other-set": ("data.prompt_file", "eval.prompt_file"),
+    "prompt-word-unknown": ("data.prompt_file", "eval.prompt_file", "rl.negative_prompt"),
     "prompt-duplicate": ("data.prompt_file", "eval.prompt_file"),
     "prompt-file-short": ("data.rows_per_step",),
     "disk-space": ("checkpoint.keep_last",),
@@ -187,7 +191,9 @@ def rules_of(name: str) -> tuple[str, ...]:
     unknown = [rule.code for rule in RULES if rule.code not in JUDGED]
     if unknown:
         raise LookupError(f"JUDGED must say which keys these rules judge: {', '.join(unknown)}")
-    return tuple(rule.code for rule in RULES if name in JUDGED[rule.code])
+    # Those that are above profiles are no RULES.
+    codes = dict.fromkeys([*(rule.code for rule in RULES), *JUDGED])
+    return tuple(code for code in codes if name in JUDGED[code])
 
 
 def section_meaning(path: Path) -> str:

@@ -257,7 +257,7 @@ class Data(Section):
 
     prompt_file: str = ""
     """`.txt` (one prompt a line), `.jsonl` (`prompt`, a text or a JSON object; optional `reward_prompt` and
-    `metadata`), or `embedded`."""
+    `metadata`), or the training prompts of a packaged base: `embedded`, `embedded:digits`, `embedded:scenes`."""
     rows_per_step: Count = 4
     """Source rows per step; every rank makes one sample of each."""
     shuffle: bool = False
@@ -382,7 +382,8 @@ class Eval(Section):
     """Held-out evaluation from fixed noise; never moves the run's random numbers."""
 
     prompt_file: str = ""
-    """Held-out prompts, or `embedded`; empty: no evaluation."""
+    """Held-out prompts, a file like `data.prompt_file`, or those of a packaged base: `embedded`, `embedded:digits`,
+    `embedded:scenes`; empty: no evaluation."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: before the first and after the last step only."""
     samples_per_prompt: Count = 8

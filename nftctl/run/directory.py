@@ -192,7 +192,7 @@ def begin_again(run: RunDirectory) -> str:
     record = run.read_record()
     typed = record.get("argv")
     if not isinstance(typed, list) or len(typed) < 2:
-        return f"begin again: nftctl launch {run.profile_toml}"
+        return f"begin again: nftctl launch {shlex.quote(str(run.profile_toml))}"
     command = shlex.join(["nftctl", *map(str, typed[1:])])
     # A fork is begun by `resume`, which cannot take over a folder.
     keep = (
@@ -227,7 +227,7 @@ def _refuse_incomplete(run: RunDirectory, path: Path, *, asked_for: bool) -> Non
     which = "checkpoint" if asked_for else "the newest checkpoint"
     whole = newest_complete(run.checkpoints)
     hint = (
-        f"go on from the newest complete one: nftctl resume {whole}"
+        f"go on from the newest complete one: nftctl resume {shlex.quote(str(whole))}"
         if whole
         else "no complete checkpoint is left in this run"
     )
@@ -246,7 +246,7 @@ def refuse_used(path: Path, other: str = "use another --name") -> None:
     if holder := _holder(path):
         raise CheckpointUnusable(f"{path} is in use by {holder}", hint=other)
     if os.path.lexists(path):
-        hint = f"go on with it: nftctl resume {path}; or {other}; or remove {path}"
+        hint = f"go on with it: nftctl resume {shlex.quote(str(path))}; or {other}; or remove {path}"
         raise CheckpointUnusable(f"{path} is in use already", hint=hint)
 
 

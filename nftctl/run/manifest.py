@@ -6,6 +6,7 @@ disk, and the folder is renamed into place afterwards. Refuses to read a manifes
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -156,13 +157,17 @@ def in_words(faults: list[str]) -> str:
     return "; ".join(faults[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def read_whole(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is the one that was written; else CheckpointUnusable."""
-    faults = verify(folder)
+def read_whole(folder: Path, *, hashes: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose every byte is the one that was written; else CheckpointUnusable.
+
+    Without `hashes` only what `verify` finds without them is refused.
+    """
+    faults = verify(folder, hashes=hashes)
     if faults:
         raise CheckpointUnusable(
             f"{folder} is damaged: {in_words(faults)}",
-            hint=f"choose another step folder; `nftctl inspect-checkpoint {folder} --verify --json` lists every fault",
+            hint="choose another step folder; "
+            f"`nftctl inspect-checkpoint {shlex.quote(str(folder))} --verify --json` lists every fault",
         )
     return read_manifest(folder)
 

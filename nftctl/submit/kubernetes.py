@@ -24,6 +24,8 @@ from nftctl.submit.template import fill
 PROFILE_FOLDER = "/etc/nftctl"
 ENTRYPOINT = f"sh {PROFILE_FOLDER}/launch.sh"
 """What the job runs, in plain words."""
+BESIDES = 2**30
+"""Bytes that a rank takes besides its tensors, for Python and torch, and Ray on each node; about, and rather more."""
 NAME_LIMIT = 40
 """KubeRay appends to a RayJob's name and keeps the whole below 64 characters."""
 
@@ -33,7 +35,11 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the profile does not say. `claim` is a PersistentVolumeClaim, mounted at `mount` in every pod."""
+    """What the profile does not say. `claim` is a PersistentVolumeClaim, mounted at `mount` in every pod.
+
+    `memory` is what was asked for a node; `tensors`, where known, the bytes that a rank's tensors take at their peak in
+    the memory of its host.
+    """
 
     image: str
     claim: str
@@ -43,6 +49,7 @@ class Wishes:
     memory: str = ""
     grace_s: int = 120
     restarts: int = 3
+    tensors: int | None = None
 
 
 def parse_volume(text: str) -> tuple[str, str]:
@@ -102,6 +109,7 @@ def manifest(profile: str, run: str, size: Size, tokens: Sequence[str], options:
     gpus = [f'nvidia.com/gpu: "{size.gpus}"'] if size.gpus else []
     memory = [f"memory: {quoted(wishes.memory)}"] if wishes.memory else []
     limits = [*memory, *gpus]
+    about_memory, estimated = ("", []) if wishes.memory else _estimated(size, wishes.tensors)
     launch = shlex.join(["nftctl", "launch", f"{PROFILE_FOLDER}/profile.toml", *options])
     return fill(
         "rayjob.template",
@@ -124,7 +132,8 @@ def manifest(profile: str, run: str, size: Size, tokens: Sequence[str], options:
             "nodes": str(size.nodes),
             "cpus": str(size.cpus),
             "gpus": str(size.gpus),
-            "requests": "\n".join([f'cpu: "{size.cpus}"', *limits]),
+            "about_memory": about_memory,
+            "requests": "\n".join([f'cpu: "{size.cpus}"', *estimated, *limits]),
             "limits": "\n".join(["limits:", *(f"  {line}" for line in limits)]) if limits else "",
             "run_mount": f"- name: run\n  mountPath: {quoted(wishes.mount)}",
             "run_volume": f"- name: run\n  persistentVolumeClaim:\n    claimName: {quoted(wishes.claim)}",
@@ -133,6 +142,22 @@ def manifest(profile: str, run: str, size: Size, tokens: Sequence[str], options:
             "secret_command": _secret_command(kubectl, tokens, wishes.secret),
         },
     )
+
+
+def _estimated(size: Size, tensors: int | None) -> tuple[str, list[str]]:
+    """A comment, and the memory to ask for where nobody said how much.
+
+    A request finds a node with room. It is no limit: an estimate that is too low must not end a run.
+    """
+    if tensors is None:
+        return "# No memory is asked for: what a rank takes here is not known. --memory-per-node asks for it.", []
+    total = -(-(size.ranks_per_node * (tensors + BESIDES) + BESIDES) // 2**30)
+    comment = (
+        f"# Memory by estimate, and no limit: {size.ranks_per_node} x ({tensors / 2**30:.1f} GiB of tensors,\n"
+        "# see `nftctl validate --memory`, and 1 GiB for Python and torch), and 1 GiB for Ray.\n"
+        "# --memory-per-node sets request and limit."
+    )
+    return comment, [f'memory: "{total}Gi"']
 
 
 def quoted(text: str) -> str:

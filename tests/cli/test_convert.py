@@ -73,6 +73,16 @@ def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], code: int, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "full"]
 
 
+def test_a_prefix_that_no_name_has_is_one_sentence(tmp_path: Path) -> None:
+    assert nftctl("convert", EMBEDDED_BASE, "dcp", cwd=tmp_path).returncode == 0
+    answer = nftctl("convert", "dcp", "out", "--strip-prefix", "modle.", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    said = answer.stderr.splitlines()
+    assert said[-2] == "error: --strip-prefix modle.: none of the 100 tensors in dcp has that prefix"
+    assert said[-1].startswith("help: their names begin with embed_tokens., layers., ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_profile_that_names_a_pickled_checkpoint_is_told_the_command(tmp_path: Path) -> None:
     (tmp_path / "my dcp").mkdir()
     (tmp_path / "my dcp/.metadata").write_bytes(pickle.dumps(Hostile()))

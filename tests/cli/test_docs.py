@@ -15,10 +15,11 @@ from jsonschema import Draft202012Validator
 from nftctl.cli import reference
 from nftctl.cli.app import COMMANDS
 from nftctl.cli.online import RULES as ONLINE
+from nftctl.cli.validate import every_rule
 from nftctl.engine.alarms import ADVICE
 from nftctl.profile.keys import dotted, leaves
 from nftctl.profile.load import bundled_profiles, load_profile
-from nftctl.profile.preflight import RULES, check
+from nftctl.profile.preflight import check
 from nftctl.profile.reference import JUDGED, json_schema, keys, type_text
 from nftctl.profile.schema import Profile
 from nftctl.run.identity import identity_document, seed_contract
@@ -72,7 +73,7 @@ def test_the_page_has_every_key_and_every_rule(outputs: dict[Path, str]) -> None
     for key, variable in rows:
         assert variable == "NFTCTL_" + key.upper().replace(".", "__")
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [
-        *(rule.code for rule in RULES),
+        *(rule.code for rule in every_rule()),
         *ONLINE,
     ]
     beta = "| `rl.beta`<br>`NFTCTL_RL__BETA` | number above 0 | `1.0` | Sharpness of the implicit velocities. "
@@ -131,7 +132,7 @@ def test_a_rule_judges_the_keys_that_the_page_says(fault: str, codes: set[str]) 
 
 
 def test_every_rule_is_on_the_page_with_keys_that_exist() -> None:
-    assert set(JUDGED) == {rule.code for rule in RULES}
+    assert set(JUDGED) == {rule.code for rule in every_rule()}
     known = {dotted(path) for path in leaves()} | {"reward.providers", "eval.providers"}
     assert {key for judged in JUDGED.values() for key in judged} <= known
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nftctl.cli.main import run
 from nftctl.run.directory import RunDirectory
 from nftctl.tensorfile import read_header
 from tests.model.trained_runs import make_trained
@@ -128,6 +129,34 @@ def test_unknown_words_are_refused_with_the_known_ones(place: Path, arguments: t
     assert message in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("export", "first", "out", "--to", "merged", "--base", "nowhere"), "the base nowhere is not there"),
+        (("sample", "first", "--weights", "best", "--out", "out.png"), "there is no best"),
+        (("sample", "first", "--prompt", " ", "--out", "out.png"), "a --prompt is empty"),
+        (("sample", "first", "--base", "nowhere", "--out", "out.png"), "the base nowhere is not there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_hashed(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(place)
+    # One byte altered, which only hashing can tell.
+    shard = place / "runs/first/checkpoints/step_000003/state/shard-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    assert run([*arguments]) in (2, 5)
+    said = capsys.readouterr().err
+    assert message in said
+    assert "hashing" not in said
+    assert not list(place.glob("out*"))
+
+
 def test_a_contract_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", steps=(5,))
     answer = nftctl("export", "tiny", "--to", "diffusers", "out", cwd=tmp_path)
@@ -137,9 +166,9 @@ def test_a_contract_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_the_folder_of_another_run_is_refused(place: Path) -> None:
-    run = RunDirectory(place / "runs/first")
-    record = json.loads(run.run_json.read_text()) | {"run_id": "ffff"}
-    run.run_json.write_text(json.dumps(record))
+    first = RunDirectory(place / "runs/first")
+    record = json.loads(first.run_json.read_text()) | {"run_id": "ffff"}
+    first.run_json.write_text(json.dumps(record))
     answer = nftctl("export", "first", "--to", "lora", "out", cwd=place)
     assert answer.returncode == 5
     assert "is not a checkpoint of the run whose folder it lies in" in answer.stderr

@@ -96,6 +96,7 @@ def test_nothing_is_overwritten(tmp_path: Path, kind: str) -> None:
     ("path", "said"),
     [
         ("mine", "nftctl init mine.toml"),
+        ("my file", "nftctl init 'my file.toml'"),
         ("-", "ends in .toml"),
         (".", "nftctl init profile.toml"),
         ("no/where.toml", "No such file or directory"),

@@ -106,6 +106,8 @@ def test_tables_go_to_stdout_and_talk_to_stderr(capsys: pytest.CaptureFixture[st
     ("arguments", "code", "message"),
     [
         (("--methods", "nft,ppo"), 2, "no method 'ppo'"),
+        (("--methods", ""), 2, '--methods "" has no name in a place where one belongs'),
+        (("--methods", "nft,"), 2, "a list, as nft,flow-grpo, of nft, flow-grpo, best-of-group, guidance, control;"),
         (("--methods", "nft,nft"), 2, "the method 'nft' is named twice"),
         (("--methods", "control"), 2, "control takes the settings of nft"),
         (("--trials", "13"), 2, "--trials"),

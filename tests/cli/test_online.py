@@ -77,7 +77,7 @@ def test_services_of_evaluations_are_asked_as_well(tmp_path: Path, url: str, clo
 
 
 def test_all_reward_faults_are_told_at_once_and_end_with_4(tmp_path: Path, url: str, closed: str) -> None:
-    scorer = {"name": "digits", "kind": "embedded", "scorer": "tiny_digits"}
+    scorer = {"name": "bright", "kind": "embedded", "scorer": "brightness"}
     write(
         tmp_path,
         [
@@ -85,7 +85,7 @@ def test_all_reward_faults_are_told_at_once_and_end_with_4(tmp_path: Path, url: 
             {"name": "down", "url": f"http://{closed}", "revision": "r1"},
             {"name": "closed", "url": url, "revision": "r1", "token_env": "UNSET_TOKEN"},
             {**scorer, "revision": "0" * 64},
-            {**scorer, "name": "pinned", "revision": scorer_revision("tiny_digits")},
+            {**scorer, "name": "pinned", "revision": scorer_revision("brightness")},
             {**scorer, "name": "free"},
         ],
     )

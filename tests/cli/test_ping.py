@@ -19,7 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from nftctl.cli.ping import _lines
 from nftctl.cli.probe import _item, suited
+from nftctl.profile.schema import Reward
 from nftctl.reward.mixture import load_mixture
 from nftctl.reward.scorers import scorer_revision
 from tests.interop.cosmos_server import CosmosServer
@@ -74,6 +76,16 @@ def test_an_unpinned_service_says_what_it_serves(tmp_path: Path, url: str) -> No
     answer = nftctl("reward-ping", "--url", url, cwd=tmp_path, env={"NFTCTL_REWARD_TOKEN": TOKEN})
     assert answer.returncode == 0
     assert "r1 (not pinned)" in answer.stdout
+
+
+@pytest.mark.parametrize(("score", "shown"), [(4.89e-57, "0.0000"), (0.98765, "0.9877"), (-12.5, "-12.5000")])
+def test_a_score_is_shown_to_four_decimals(score: float, shown: str) -> None:
+    answer = {
+        "ok": True, "name": "a", "url": "u", "service": "s", "protocol": "p", "load": None,
+        "revision": {"pinned": "r", "served": "r"}, "toy": {"prompt": "x", "score": score},
+        "latency_ms": {"p50": 1, "p95": 1, "max": 1, "count": 1},
+    }  # fmt: skip
+    assert _lines(answer, Reward())[-1].split() == ["toy", "image", "score", shown, "for", "'x'"]
 
 
 def test_another_revision_is_the_exact_mismatch(tmp_path: Path, url: str) -> None:

@@ -68,6 +68,7 @@ def profile_in(script: str) -> dict[str, Any]:
         (("--status", "j", "--follow"), "--follow means nothing with --status"),
         (("profile.toml", "--stop", "j"), "--stop is about a job and takes no profile"),
         (("--logs", "j", "--steps", "3"), "--logs is about a job and takes no profile"),
+        (("--to", "kubernetes"), "--to kubernetes needs --image and --volume"),
         (("--to", "kubernetes", "--volume", "a:/b"), "--to kubernetes needs --image"),
         (("--to", "kubernetes", "--image", "a"), "--to kubernetes needs --volume"),
         (("--to", "slurm", "--memory-per-node", "much"), '--memory-per-node "much" is no size'),
@@ -109,7 +110,7 @@ def test_a_wrong_profile_is_refused_with_all_findings(
 
 def test_a_path_that_leads_nowhere_on_the_cluster_is_refused(run: Run, fake: FakeJobs, tmp_path: Path) -> None:
     prompts = tmp_path / "p.txt"
-    prompts.write_text("".join(f"a red {n}\n" for n in range(9)))
+    prompts.write_text("a red circle\n" * 9)
     code, _, said = run("--to", "ray", "--address", fake.address, "--set", "data.prompt_file=p.txt")
     assert code == 3
     assert 'error[path-elsewhere]: data.prompt_file = "p.txt" is relative' in said
@@ -186,6 +187,10 @@ def test_a_manifest_takes_the_volume_for_what_is_on_it(run: Run) -> None:
         == job["metadata"]["name"]
         == json.loads(run("tiny_t2i_cpu", *KUBERNETES, *sets, "--name", "My_Run", "--json")[1])["submission"]["object"]
     )
+    # What lies on the volume says nothing of its size here; the packaged base does, where its ranks compute on CPUs.
+    assert "No memory is asked for" in out
+    assert 'memory: "6Gi"' in run("tiny_t2i_cpu", *KUBERNETES)[1]
+    assert "No memory is asked for" in run("tiny_t2i_cpu", *KUBERNETES, "--set", "grid.device=cuda")[1]
     # A file that is neither here nor on the volume is missed as ever.
     code, _, said = run("tiny_t2i_cpu", *KUBERNETES, "--set", "rl.init_from=/elsewhere/base")
     assert (code, "error[init-from-missing]" in said) == (3, True)
@@ -229,6 +234,12 @@ def test_the_object_of_a_text(run: Run, target: tuple[str, ...]) -> None:
         line for line in document["submission"]["text"].splitlines() if line.startswith("#SBATCH") or "nvidia" in line
     )
     assert "launch" in document["submission"]["text"]
+
+
+@pytest.mark.parametrize("target", [("--to", "slurm"), KUBERNETES])
+def test_an_interface_of_other_machines_is_not_looked_for_here(run: Run, target: tuple[str, ...]) -> None:
+    code, out, said = run(*target, "--set", "grid.interface=none-such")
+    assert (code, "none-such" in out) == (0, True), said
 
 
 # -- ray ------------------------------------------------------------------------------------------------------------

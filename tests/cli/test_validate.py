@@ -64,10 +64,13 @@ def test_every_value_has_its_origin(tmp_path: Path) -> None:
 
 
 def test_the_rules_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    from nftctl.cli.validate import every_rule
     from nftctl.profile.preflight import RULES
 
+    assert every_rule()[:-1] == RULES
+    assert every_rule()[-1].code == "reward-scorer-unfit"
     rules = the_object(nftctl("validate", "--rules", "--json", cwd=tmp_path))["rules"]
-    assert [rule["code"] for rule in rules if not rule["online"]] == [rule.code for rule in RULES]
+    assert [rule["code"] for rule in rules if not rule["online"]] == [rule.code for rule in every_rule()]
     assert [rule["code"] for rule in rules if rule["online"]] == [
         "reward-unreachable", "reward-revision-differs", "ray-unreachable", "ray-unfit", "gpus-too-few",
     ]  # fmt: skip

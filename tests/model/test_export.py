@@ -220,6 +220,8 @@ def test_a_bfloat16_base_is_summed_in_float32_and_rounded_once(tmp_path: Path) -
         exact = before[f"{module}.weight"].double() + 1.5 * b @ a
         unit = 2.0 ** (torch.floor(torch.log2(exact.abs())) - 7)
         assert ((after[f"{module}.weight"].double() - exact).abs() <= 0.501 * unit).all()
+    said = "The adapter was added in float32, and the sum was rounded once to the base's bfloat16: pictures differ"
+    assert said in card(made, "merged", tmp_path / "out")
 
 
 def test_weights_split_into_files_stay_split_behind_the_same_index(pixels: Case, tmp_path: Path) -> None:
@@ -268,7 +270,8 @@ def test_whole_trained_weights_take_the_place_of_the_base_s(tmp_path: Path) -> N
     for to in ("lora", "merged"):
         with pytest.raises(UsageRefused, match="whole weights and no adapter"):
             export.refuse_unfit(made.trained, to, "policy")
-    text = card(made, "diffusers", tmp_path / "card")
+    text = card(made, "diffusers", tmp_path / "out")
+    assert "Trained in float32, each weight was rounded once to the base's bfloat16: pictures differ" in text
     assert "A whole pipeline with the trained denoiser" in text
     assert "| trained | all weights of the denoiser |" in text
     assert "adapter rank" not in text
@@ -283,6 +286,8 @@ def test_weights_that_were_not_kept_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointUnusable, match=f"holds no {which}") as refused:
             export.write_adapter(made.trained, which, tmp_path / "out", "b")
         assert refused.value.hint == "it holds policy"
+        with pytest.raises(CheckpointUnusable, match=f"holds no {which}"):
+            export.refuse_unfit(made.trained, "diffusers", which)
 
 
 class FewTensors(StoredTensors):
@@ -329,7 +334,7 @@ def test_a_vae_that_the_profile_named_goes_into_the_folder(vae_base: Path, tmp_p
 
 
 def card(made: Case, to: str, folder: Path, weights: str = "policy", base: str = "nvidia/Cosmos3-Nano@main") -> str:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_card(made.trained, to, weights, base, folder)
     return (folder / "README.md").read_text()
 
@@ -367,6 +372,48 @@ def test_the_lines_on_the_card_run(case: Case, tmp_path: Path, monkeypatch: pyte
     stock = space["transformer"] if "transformer" in space else space["pipe"].transformer
     with torch.no_grad():
         assert close(case.theirs(stock), case.ours("policy"))
+
+
+@pytest.mark.parametrize(("packaged", "folder"), [("digits", "tiny"), ("scenes", "scenes")])
+def test_an_adapter_of_a_packaged_base_says_where_that_is_and_under_which_licence(
+    packaged: str, folder: str, pixels: Case, tmp_path: Path
+) -> None:
+    name = public_name(f"embedded:{packaged}")
+    text = card(pixels, "lora", tmp_path / "out", base=name)
+    assert text.startswith("---\nlicense: cc-by-4.0\n")
+    assert f"in its folder `model/{folder}/base`; profiles call it `embedded:{packaged}`" in text
+    assert "The base is under cc-by-4.0, which goes with these weights" in text
+    assert f'\nbase = files("nftctl") / "model/{folder}/base"\n' in text
+    assert '.from_pretrained(base, subfolder="transformer")' in text
+    export.write_merged(pixels.trained, "policy", pixels.base, tmp_path / "merged")
+    assert "rounded" not in card(pixels, "merged", tmp_path / "merged")  # a base in float32
+    # A whole pipeline needs no base, and is as free as it.
+    assert "importlib" not in loading(pixels.trained, "merged", name)
+    assert "license: cc-by-4.0" in card(pixels, "merged", tmp_path / "merged", base=name)
+    assert "cc-by" not in card(pixels, "lora", tmp_path / "other", base="mine")
+
+
+@pytest.mark.parametrize("to", ["lora", "merged"])
+def test_the_lines_for_a_packaged_base_find_it_and_draw(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint, _ = make_trained(tmp_path / "runs", "scenes_t2i_cpu")
+    trained = open_trained(checkpoint)
+    name = export.base_name(trained, "")
+    monkeypatch.chdir(tmp_path)
+    if to == "lora":
+        export.write_adapter(trained, "policy", Path("FOLDER"), name)
+    else:
+        export.write_merged(trained, "policy", trained.base(), Path("FOLDER"))
+    space: dict[str, Any] = {}
+    exec(loading(trained, to, name), space)
+    assert ("base" in space) == (to == "lora")
+    write_card(trained, to, "policy", name, Path("FOLDER"))
+    off = "use_system_prompt=False, add_resolution_template=False"
+    assert f"call the pipeline with `{off}`" in Path("FOLDER/README.md").read_text()
+    call = f'pipe("a red circle", num_frames=1, height=32, width=32, num_inference_steps=1, guidance_scale=1.0, {off})'
+    (picture,) = eval(call, space).video
+    assert picture.size == (32, 32)
 
 
 def test_the_card_names_no_place_of_this_machine(case: Case, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +84,26 @@ def test_it_draws_some_of_what_it_never_saw_and_leaves_room_to_learn(stock: Any,
 def reward(pictures: torch.Tensor, prompts: list[str]) -> float:
     scored = load_scorer("colour_shape").score(list(pictures.numpy()), prompts, [{}] * len(prompts))
     return float(np.mean([value for value, _ in scored]))
+
+
+def test_a_base_that_draws_something_else_is_outside_the_band_of_the_recipe(
+    stock: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packaged one draws within it; see its card. A few pictures show what noise in one layer does."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import scenes_check
+
+    found = scenes_check.figures(BASE, CPU, 24)
+    assert scenes_check.outside(found) == []
+    shutil.copytree(BASE, tmp_path / "base")
+    broken = copy.deepcopy(stock)
+    with torch.no_grad():
+        broken.layers[2].self_attn.to_add_out.weight.normal_(std=0.5)
+    broken.save_pretrained(tmp_path / "base" / "transformer")
+    assert scenes_check.main([str(tmp_path / "base"), "--pictures", "8"]) == 1
+    said = capsys.readouterr().out
+    assert "autoencoder: reward 0.92, within" in said.replace("0.919", "0.92")
+    assert "outside 0.58 to 0.82" in said
 
 
 def test_the_autoencoder_keeps_what_the_rules_see(vae: Any) -> None:

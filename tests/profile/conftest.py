@@ -168,6 +168,7 @@ def write_place(folder: Path) -> None:
     base = write_base(folder / "base")
     (folder / "prompts.txt").write_text("".join(f"prompt {n}\n" for n in range(8)))
     (folder / "prompts.csv").write_text("a\n")
+    (folder / "words.txt").write_text("a red seven\na red cat\n")
     (folder / "twice.txt").write_text("".join(f"prompt {n}\n" for n in (0, 1, 2, 1, 0)))
     for name in ("bare", "other", "hollow", "torn", "half", "split"):
         shutil.copytree(base, folder / name)

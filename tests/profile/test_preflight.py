@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from nftctl.algorithm import schedule
 from nftctl.errors import ProfileRefused
 from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes
+from nftctl.profile.artifacts import EMBEDDED_SETS
 from nftctl.profile.estimate import estimate
 from nftctl.profile.load import bundled_profiles, load_profile, load_resolved
 from nftctl.profile.preflight import RULES, check, refuse_if_wrong
@@ -27,6 +29,7 @@ TINY: dict[str, object] = {
     "model.dtype": "float32",
     "model.system_prompt": False,
     "model.resolution_template": False,
+    "data.prompt_file": "embedded",
 }
 
 PARTS = {"model.vae": "base/vae", "model.tokenizer": "base/tokenizer"}
@@ -50,6 +53,7 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("grid-interface", "grid.interface", {"grid.interface": "a/b"}),
     ("grid-interface", "grid.interface", {"grid.interface": ".."}),
     ("grid-interface", "grid.interface", {"grid.interface": "x" * 16}),
+    ("grid-interface-missing", "grid.interface", {"grid.interface": "none-such"}),
     ("shard-group", "grid.shard_group", {"grid.shard_group": 3}),
     ("shard-group", "grid.shard_group", {"grid.shard_group": 8}),
     ("shard-group", "grid.shard_group", {"grid.shard_group": 2, "model.shard": "replicate-base"}),
@@ -120,6 +124,7 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ),
     ("media-shape", "model.height", {"rl.init_from": "shards", **PARTS, "model.vae": "vae32", "model.height": 528}),
     ("init-from-family", "rl.init_from", {"rl.init_from": "other"}),
+    ("init-from-contract", "rl.init_from", {**TINY, "rl.init_from": "embedded:scenes"}),
     ("init-from-weights", "rl.init_from", {"rl.init_from": "hollow"}),
     ("init-from-weights", "rl.init_from", {"rl.init_from": "torn"}),
     ("init-from-weights", "rl.init_from", {"rl.init_from": "half"}),
@@ -180,6 +185,9 @@ ALONE: list[tuple[str, str, dict[str, object]]] = [
     ("job-name", "job.name", {"job.name": "../elsewhere"}),
     ("prompt-file-other-set", "data.prompt_file", {**TINY, "data.prompt_file": "embedded:scenes"}),
     ("prompt-file-other-set", "eval.prompt_file", {**TINY, "eval.prompt_file": "embedded:scenes"}),
+    ("prompt-word-unknown", "data.prompt_file", {**TINY, "data.prompt_file": "words.txt", "data.rows_per_step": 2}),
+    ("prompt-word-unknown", "eval.prompt_file", {**TINY, "eval.prompt_file": "words.txt"}),
+    ("prompt-word-unknown", "rl.negative_prompt", {**TINY, "rl.negative_prompt": "a red cat"}),
     ("alarms-stop", "alarms.stop", {"alarms.stop": ["clamp"], "alarms.enabled": False}),
     ("alarms-stop", "alarms.stop", {"alarms.stop": ["reward-hacking"], "eval.prompt_file": "prompts.txt"}),
     ("alarms-stop", "alarms.stop", {"alarms.stop": ["clamp", "reward-hacking"], "eval.every": 5}),
@@ -255,7 +263,7 @@ def test_rule_alone(load: Callable, code: str, key: str, changes: dict[str, obje
     resolved = load(changes)
     (finding,) = check(resolved)
     assert (finding.code, finding.key) == (code, key)
-    if code not in ("prompt-file-invalid", "prompt-duplicate"):
+    if code not in ("prompt-file-invalid", "prompt-duplicate") and "words.txt" not in changes.values():
         assert finding.origin == "profile.toml"
         if changes.get(key, REMOVED) is not REMOVED:
             assert resolved.text.split("\n")[finding.line - 1].startswith(f"{key} = ")
@@ -408,7 +416,10 @@ INSTEAD: dict[str, dict[str, object]] = {
     "max-steps-missing": {"rl.max_steps": 0},
     "old-decay-flat": {"rl.max_steps": 1, "rl.old.decay": "delayed"},
     "prompt-file-missing": {"eval.prompt_file": "nope.txt"},
-    "prompt-file-other-set": {"rl.init_from": "embedded:digits", "data.prompt_file": "embedded:scenes"},
+    "prompt-file-other-set": {**TINY, "data.prompt_file": "embedded:scenes"},
+    "init-from-contract": {**TINY, "rl.init_from": "embedded:scenes"},
+    "grid-interface-missing": {"grid.address": "local", "grid.interface": "none-such"},
+    "prompt-word-unknown": {**TINY, "data.prompt_file": "words.txt", "model.tokenizer": ""},
     "eval-providers-unused": {"eval.prompt_file": "", "eval.providers": [PROVIDER]},
 }
 """Rules whose fault takes the place of another rule's: two answers to one question cannot both be given."""
@@ -452,6 +463,91 @@ def test_a_cosmos_service_is_a_provider_and_sends_no_encoded_images(load: Callab
     (finding,) = check(load({"reward.encoding": "jpeg", "reward.jpeg_quality": 80}, [service]))
     assert (finding.code, finding.key, finding.severity) == ("reward-encoding", "reward.encoding", "warning")
     assert not check(load({"reward.encoding": "jpeg", "reward.jpeg_quality": 80}))
+
+
+TINY_WORDS = "a, red, green, blue, yellow, purple, black, zero, one, two, three, four, five, six, seven, eight, nine"
+
+
+def test_words_that_the_base_lacks_are_told_line_by_line_and_its_own_once(load: Callable) -> None:
+    lines = ["a red seven", "a mauve seven of nine", "", "A red seven", *(f"thing {n}" for n in range(30))]
+    Path("mine.txt").write_text("\n".join(line or "a blue one" for line in lines) + "\n")
+    first, *more, last = check(load({**TINY, "data.prompt_file": "mine.txt"}))
+    place = (first.code, first.key, first.origin, first.line)
+    assert place == ("prompt-word-unknown", "data.prompt_file", "mine.txt", 2)
+    assert first.message == '"mauve", "of" are no words that the base\'s tokenizer knows'
+    assert first.help == f"its words are {TINY_WORDS}"
+    assert [(f.line, f.help) for f in more] == [(line, "") for line in (4, *range(5, 23))]
+    assert more[0].message == '"A" is no word that the base\'s tokenizer knows'
+    assert (last.line, last.message.split()[0]) == (None, "12")
+
+
+def test_a_negative_prompt_that_nobody_reads_may_have_any_word(load: Callable) -> None:
+    unread = {**TINY, "rl.negative_prompt": "a red cat", "rl.guidance": 1.0}
+    assert check(load(unread)) == []
+    assert check(load({**unread, "eval.guidance": 1.0})) == []
+    (finding,) = check(load({**unread, "eval.guidance": 2.0}))
+    assert finding.message == 'rl.negative_prompt: "cat" is no word that the base\'s tokenizer knows'
+
+
+def test_a_base_of_the_same_kind_is_held_to_its_own_words(load: Callable) -> None:
+    base = shutil.copytree(EMBEDDED_SETS["digits"] / "base", Path("mine"))
+    tokenizer = json.loads((base / "tokenizer" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["mauve"] = 21
+    (base / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    Path("mine.txt").write_text("".join(f"a mauve {word}\n" for word in TINY_WORDS.split(", ")[7:]))
+    own = {**TINY, "rl.init_from": "mine", "data.prompt_file": "mine.txt"}
+    assert check(load(own)) == []
+    named = {**own, "rl.init_from": "embedded", "model.tokenizer": "mine/tokenizer"}
+    assert check(load(named)) == []
+    assert {f.code for f in check(load({**named, "model.tokenizer": ""}))} == {"prompt-word-unknown"}
+    (first, *_) = check(load({**named, "data.prompt_file": "prompts.txt"}))
+    assert first.help.endswith("nine, mauve")
+    # One with a token for the unknown takes any word.
+    tokenizer["model"]["unk_token"] = "mauve"
+    (base / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert check(load({**own, "data.prompt_file": "prompts.txt"})) == []
+
+
+def test_a_packaged_base_under_another_contract_is_asked_for_nothing_else() -> None:
+    scenes, sets = bundled_profiles()["scenes_t2i_cpu"], ["rl.init_from=embedded:digits"]
+    (finding,) = check(load_profile(scenes, sets=sets, env={}))
+    assert (finding.code, finding.key) == ("init-from-contract", "rl.init_from")
+    assert finding.message == (
+        'rl.init_from = "embedded:digits" is the packaged base of digits, made for rl.profile = "tiny_t2i_cpu", and '
+        'this profile has rl.profile = "scenes_t2i_cpu"'
+    )
+    assert finding.help == 'rl.init_from = "embedded:scenes"; or begin with the bundled profile tiny_t2i_cpu'
+
+
+@pytest.mark.parametrize(
+    ("changes", "help"),
+    [
+        ({"model.height": 520}, "the nearest is model.height = 512"),
+        ({"model.width": 2048}, "the nearest is model.width = 1024"),
+        ({"rl.sample_steps": 101}, "the nearest is rl.sample_steps = 100"),
+        ({"rl.sampler_shift": 0.5}, "the nearest is rl.sampler_shift = 1"),
+        ({**TINY, "model.dtype": "bfloat16"}, 'model.dtype = "float32"'),
+        ({**TINY, "model.system_prompt": True}, "model.system_prompt = false"),
+        ({"model.t5": False}, "remove the key"),
+        ({**SD3, "model.tokenizer": "base/tokenizer"}, "remove the key"),
+    ],
+)
+def test_what_a_contract_allows_is_said_with_the_way_there(
+    load: Callable, changes: dict[str, object], help: str
+) -> None:
+    (finding,) = check(load(changes))
+    assert (finding.code, finding.help) == ("rl-profile-contradicted", help)
+
+
+def test_an_interface_is_looked_for_only_where_the_ranks_will_be(
+    load: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "bond0")])
+    assert check(load({"grid.interface": "bond0"})) == []
+    assert check(load({"grid.interface": "ib0", "grid.address": "10.0.0.1:6379"})) == []
+    (finding,) = check(load({"grid.interface": "ib0"}))
+    assert finding.message == 'grid.interface = "ib0" is not on this machine, where the run starts a Ray of its own'
+    assert finding.help == "there are lo, bond0; or remove the key"
 
 
 def test_warnings_alone_refuse_nothing(load: Callable) -> None:

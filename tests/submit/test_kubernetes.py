@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -140,6 +141,25 @@ def test_the_manifest_says_what_was_asked_for() -> None:
     assert {"name": "profile", "mountPath": "/etc/nftctl"} in container["volumeMounts"]
 
 
+EVERYTHING: dict[str, Any] = {"tokens": ("T", "U"), "secret": "scorer", "namespace": "team", "memory": "512Gi"}
+
+
+@pytest.mark.parametrize("kubernetes", ["1.25", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize(
+    "options", [{}, EVERYTHING, {"size": Size(1, 4, 4, 0, 4), "tensors": 2**30}], ids=["least", "all", "estimated"]
+)
+def test_the_parts_that_kubernetes_itself_reads_are_as_it_publishes_them(
+    kubernetes: str, options: dict[str, Any]
+) -> None:
+    """Fields and types of its own API, by its published schemas; a field that there is not is refused."""
+    config, job = yaml.safe_load_all(make(**options))
+    cluster = job["spec"]["rayClusterSpec"]
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "p"}}
+    for resource in (config, *(named | {"template": group["template"]} for group in (head, workers))):
+        kubernetes_validate.validate(resource, kubernetes, strict=True)
+
+
 def test_what_a_pod_says_does_not_reach_the_run(tmp_path: Path) -> None:
     stubs = Stubs(tmp_path / "stubs")
     config, _ = read(make(tokens=("NFTCTL_REWARD_TOKEN", "T"), secret="scorer"))
@@ -164,8 +184,23 @@ def test_on_cpus_and_without_a_secret_less_is_asked_for() -> None:
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
     assert container["resources"] == {"requests": {"cpu": "4"}}
+    assert "# No memory is asked for: what a rank takes here is not known. --memory-per-node asks for it.\n" in text
     assert "env" not in container
     assert "namespace" not in job["metadata"]
+
+
+def test_memory_that_nobody_named_is_asked_for_by_estimate_and_limits_nothing() -> None:
+    on_cpus = Size(1, 4, 4, 0, 4)
+    text = make(size=on_cpus, tensors=3 * 2**29)
+    _, job = read(text)
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    # 4 x (1.5 + 1) + 1
+    assert container["resources"] == {"requests": {"cpu": "4", "memory": "11Gi"}}
+    assert "# Memory by estimate, and no limit: 4 x (1.5 GiB of tensors,\n" in text
+    named = make(size=on_cpus, tensors=3 * 2**29, memory="64Gi")
+    assert "estimate" not in named
+    assert named == make(size=on_cpus, memory="64Gi")
 
 
 def test_it_is_commented_and_its_commands_name_it() -> None:

@@ -30,7 +30,9 @@ def _missing(facts: Facts) -> Iterator[Problem]:
     value = facts.profile.rl.init_from
     if facts.base.kind == "unset":
         message = "rl.init_from is required: training starts from a base, never from scratch"
-        yield Problem("rl.init_from", message, "the folder of a base in diffusers layout, or `embedded`")
+        packaged = facts.contract is None or facts.contract.embedded
+        help = "the folder of a base in diffusers layout" + (", or `embedded`" if packaged else "")
+        yield Problem("rl.init_from", message, help)
     elif facts.base.kind == "unreadable":
         reason, help = unknown_set(value)
         help = help or "a base is a folder with model_index.json and transformer/config.json"
@@ -82,6 +84,21 @@ def _family(facts: Facts) -> Iterator[Problem]:
         yield Problem("rl.init_from", message + facts.contract.transformer, help)
 
 
+def _other_contract(facts: Facts) -> Iterator[Problem]:
+    """What a base that was made for one contract lacks under another is then not asked for."""
+    contract, packaged = facts.contract, facts.other_set
+    if contract is None or not packaged:
+        return
+    own = next(known.name for known in T2I_PROFILES.values() if known.embedded == packaged)
+    value = facts.profile.rl.init_from
+    message = (
+        f'rl.init_from = "{value}" is the packaged base of {packaged}, made for rl.profile = "{own}", '
+        f'and this profile has rl.profile = "{contract.name}"'
+    )
+    other = f'rl.init_from = "embedded:{contract.embedded}"' if contract.embedded else "name a base of your own"
+    yield Problem("rl.init_from", message, f"{other}; or begin with the bundled profile {own}")
+
+
 def _weights(facts: Facts) -> Iterator[Problem]:
     if facts.weights.reason:
         hub = hub_id(facts.profile.rl.init_from)
@@ -98,6 +115,7 @@ def _vae(facts: Facts) -> Iterator[Problem]:
     # A base that brings its text encoders brings its VAE as well, so nothing is asked for before there is a base.
     asked = ("diffusers",) if contract is not None and contract.text_parts else ("unset", "diffusers")
     needed = contract is not None and contract.needs_vae and base.kind in asked and not is_vae(base.folder / "vae")
+    needed = needed and not facts.other_set
     if base.kind == "dcp":
         channels = base.transformer_config().get("latent_channel", 3)
         pixels = contract is not None and not contract.needs_vae and channels == 3
@@ -182,6 +200,7 @@ RULES = (
         _dcp,
     ),
     Rule("init-from-family", "The base is of the family that the named contract is for.", _family),
+    Rule("init-from-contract", "A packaged base is trained under the contract that it was made for.", _other_contract),
     Rule("init-from-weights", "The base's weights are whole safetensors files.", _weights),
     Rule("vae-missing", "Latents are decoded by a VAE, the base's own or a named one.", _vae),
     Rule(

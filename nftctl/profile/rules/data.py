@@ -6,14 +6,19 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes, most_checkpoints
 from nftctl.profile.artifacts import EMBEDDED_SETS, embedded_set, exists, local
+from nftctl.profile.diagnose import shown
 from nftctl.profile.estimate import in_denoiser
 from nftctl.profile.prompts import INVALID, MISSING
 from nftctl.profile.rules.rule import Facts, Problem, Rule
+
+_MOST_LINES = 20  # of one file: the hundredth wrong line teaches nothing that the first did not
+_MOST_WORDS = 8
+_MOST_KNOWN = 60
 
 
 def _missing(facts: Facts) -> Iterator[Problem]:
@@ -37,7 +42,7 @@ def _invalid(facts: Facts) -> Iterator[Problem]:
 def _other_set(facts: Facts) -> Iterator[Problem]:
     """A packaged base has seen no words but those of its own prompts."""
     profile = facts.profile
-    base = embedded_set(profile.rl.init_from)
+    base = embedded_set(profile.rl.init_from) if not facts.other_set else None
     for key, value in (("data.prompt_file", profile.data.prompt_file), ("eval.prompt_file", profile.eval.prompt_file)):
         prompts = embedded_set(value)
         if base is not None and prompts is not None and prompts != base:
@@ -46,6 +51,39 @@ def _other_set(facts: Facts) -> Iterator[Problem]:
                 f'{key} = "{value}" are prompts of {names[prompts]}, and rl.init_from is the base of {names[base]}'
             )
             yield Problem(key, message, f'{key} = "embedded:{names[base]}", or the other base')
+
+
+def _unknown_words(facts: Facts) -> Iterator[Problem]:
+    """Told line by line, the words that there are once a file."""
+    packaged = set(EMBEDDED_SETS.values())  # those of another set are another rule's
+    for file in facts.prompt_files if facts.words else ():
+        lines = [] if file.path.parent in packaged else list(enumerate(file.prompts, 1))
+        wrong = [(line, unknown) for line, prompt in lines if (unknown := _lacking(prompt.text, facts.words))]
+        for index, (line, unknown) in enumerate(wrong[:_MOST_LINES]):
+            help = _known(facts.words) if index == 0 else ""
+            yield Problem(file.key, _not_words(unknown), help, (str(file.path), line, 1))
+        if len(wrong) > _MOST_LINES:
+            more = f"{len(wrong) - _MOST_LINES} more lines have words that the base's tokenizer does not know"
+            yield Problem(file.key, more, at=(str(file.path), None, None))
+    rl, look = facts.profile.rl, facts.profile.eval
+    unknown = _lacking(rl.negative_prompt, facts.words) if facts.words else []
+    if unknown and (rl.guidance, look.guidance) not in ((1.0, None), (1.0, 1.0)):  # else nobody reads it
+        yield Problem("rl.negative_prompt", f"rl.negative_prompt: {_not_words(unknown)}", _known(facts.words))
+
+
+def _lacking(text: str, words: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(word for word in text.split() if word not in words))
+
+
+def _not_words(unknown: Sequence[str]) -> str:
+    shown_ones = ", ".join(map(shown, unknown[:_MOST_WORDS])) + (", ..." if len(unknown) > _MOST_WORDS else "")
+    verb = "is no word" if len(unknown) == 1 else "are no words"
+    return f"{shown_ones} {verb} that the base's tokenizer knows"
+
+
+def _known(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _MOST_KNOWN} more" if len(words) > _MOST_KNOWN else ""
+    return f"its words are {', '.join(words[:_MOST_KNOWN])}{more}"
 
 
 def _short(facts: Facts) -> Iterator[Problem]:
@@ -131,6 +169,7 @@ RULES = (
     Rule(MISSING, "There is something to train on.", _missing),
     Rule(INVALID, "Every line is of the declared format.", _invalid),
     Rule("prompt-file-other-set", "A packaged base reads the prompts of its own set.", _other_set),
+    Rule("prompt-word-unknown", "Prompts have words that the base's tokenizer knows.", _unknown_words),
     Rule("prompt-file-short", "The rows of one step are different rows.", _short),
     Rule("prompt-duplicate", "A line that stands twice is trained on twice as often.", _duplicate, "warning"),
     Rule("disk-space", "There is room for every checkpoint that is kept.", _disk),

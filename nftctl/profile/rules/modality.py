@@ -55,27 +55,30 @@ def _contradicted(facts: Facts) -> Iterator[Problem]:
     for key, side in (("model.height", model.height), ("model.width", model.width)):
         if not smallest <= side <= largest or side % multiple:
             allowed = f"{smallest}" if smallest == largest else f"multiples of {multiple} from {smallest} to {largest}"
-            yield Problem(key, f"{says} {allowed} for {key}, got {side}")
+            nearest = round(min(max(side, smallest), largest) / multiple) * multiple
+            yield Problem(key, f"{says} {allowed} for {key}, got {side}", f"the nearest is {key} = {nearest}")
     for key, value, (low, high) in (
         ("rl.sample_steps", rl.sample_steps, contract.sample_steps),
         ("rl.sampler_shift", rl.sampler_shift, contract.sampler_shift),
         ("rl.guidance", rl.guidance, contract.guidance),
     ):
         if not low <= value <= high:
-            yield Problem(key, f"{says} {low:g} to {high:g} for {key}, got {value:g}")
+            help = f"the nearest is {key} = {min(max(value, low), high):g}"
+            yield Problem(key, f"{says} {low:g} to {high:g} for {key}, got {value:g}", help)
     if model.dtype not in contract.dtypes:
-        yield Problem("model.dtype", f'{says} {" or ".join(contract.dtypes)} for model.dtype, got "{model.dtype}"')
+        message = f'{says} {" or ".join(contract.dtypes)} for model.dtype, got "{model.dtype}"'
+        yield Problem("model.dtype", message, f'model.dtype = "{contract.dtypes[0]}"')
     for key, on in (
         ("model.system_prompt", model.system_prompt),
         ("model.resolution_template", model.resolution_template),
     ):
         if on and not contract.templates:
-            yield Problem(key, f"{says} only false for {key}: prompts are read as they are")
+            yield Problem(key, f"{says} only false for {key}: prompts are read as they are", f"{key} = false")
     if contract.text_parts and model.tokenizer:
         message = f"{says} no model.tokenizer: the tokenizers come with the text encoders of rl.init_from"
-        yield Problem("model.tokenizer", message)
+        yield Problem("model.tokenizer", message, "remove the key")
     if not contract.text_parts and not model.t5:
-        yield Problem("model.t5", f"{says} only true for model.t5: its bases have no T5")
+        yield Problem("model.t5", f"{says} only true for model.t5: its bases have no T5", "remove the key")
     for target in model.lora.targets:
         known = contract.lora.in_denoiser(target) or contract.lora.touches_prompt_encoder(target)
         if not known and not malformed(target):

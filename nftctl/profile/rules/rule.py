@@ -13,7 +13,16 @@ from typing import Literal
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.profile.adapter import denoiser_modules
-from nftctl.profile.artifacts import Base, Weights, inspect_base, unknown_set
+from nftctl.profile.artifacts import (
+    EMBEDDED_SETS,
+    Base,
+    Weights,
+    embedded_set,
+    inspect_base,
+    known_words,
+    local,
+    unknown_set,
+)
 from nftctl.profile.load import Resolved
 from nftctl.profile.prompts import MISSING, Prompt, read_prompts, resolve_prompt_file
 from nftctl.profile.schema import Profile
@@ -90,6 +99,23 @@ class Facts:
         """Whether the base declares a transformer that the contract is not for; then nothing else in it is judged."""
         found = self.base.transformer_class()
         return bool(found) and self.contract is not None and found != self.contract.transformer
+
+    @property
+    def other_set(self) -> str:
+        """The packaged set whose base `rl.init_from` names although the contract is not for it; else empty."""
+        folder = embedded_set(self.profile.rl.init_from)
+        name = next((name for name, known in EMBEDDED_SETS.items() if known == folder), "")
+        return "" if self.contract is None or self.contract.embedded == name else name
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """All words that prompts may have; empty where the base's tokenizer takes any, or cannot be looked at."""
+        # Contracts without a packaged set are for bases that read all there is to write: megabytes, read for nothing.
+        if self.contract is None or not self.contract.embedded or self.other_set:
+            return ()
+        given = self.profile.model.tokenizer
+        names = [local(given)] if given else [self.base.folder / part for part in ("tokenizer", "text_tokenizer")]
+        return next(filter(None, map(known_words, names)), ())
 
     @property
     def text_parts(self) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 from nftctl.profile.diagnose import shown
@@ -73,6 +74,19 @@ def _interface(facts: Facts) -> Iterator[Problem]:
     yield Problem("grid.interface", f"grid.interface = {shown(name)} is no network interface: it {reason}", help)
 
 
+def _interface_missing(facts: Facts) -> Iterator[Problem]:
+    """Only for ranks that are all on this machine: what nodes of a cluster have is asked of them."""
+    grid = facts.profile.grid
+    if not grid.interface or grid.address != "local":
+        return
+    there = [name for _, name in socket.if_nameindex()]
+    if grid.interface not in there and not list(_interface(facts)):
+        message = (
+            f"grid.interface = {shown(grid.interface)} is not on this machine, where the run starts a Ray of its own"
+        )
+        yield Problem("grid.interface", message, f"there are {', '.join(there)}; or remove the key")
+
+
 def _role_shape(facts: Facts) -> Iterator[Problem]:
     grid, size = facts.profile.grid, facts.profile.rl.group_size
     why = f"rl.group_size = {size} means {size} model ranks"
@@ -134,6 +148,7 @@ RULES = (
         _address,
     ),
     Rule("grid-interface", "Ranks talk over one interface, whose name an interface can have.", _interface),
+    Rule("grid-interface-missing", "The one machine of a private Ray has the interface.", _interface_missing),
     Rule("role-shape", "Policy and rollout are one replica with one rank per sample of a group.", _role_shape),
     Rule("shard-group", "Shard groups are of one size, and something is sharded over them.", _shard_group),
     Rule("shard-replicated", "Only a frozen base is replicated.", _replicated),
