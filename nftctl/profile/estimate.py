@@ -22,7 +22,10 @@ from nftctl.profile.t2i import T2iProfile
 
 PROMPT_CACHE_BYTES = 4 << 30
 """Most that a rank keeps of encoded prompts."""
-NOT_COUNTED = "CUDA context, NCCL buffers, allocator fragmentation, and the batches of evaluations and grids"
+NOT_COUNTED = (
+    "the process itself (Python, torch and Ray: about 0.5 GiB of the host's memory), CUDA context, NCCL buffers, "
+    "allocator fragmentation, and the batches of evaluations and grids"
+)
 
 _SOLVER_LATENTS = 4  # besides every velocity: noise, state, and both branches of what one step computes
 _DECODED_MAPS = 4  # of the widest full-size layer of a VAE that are alive at once, about
