@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,12 +23,50 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported: there is little of it, and it is looked for a hundred times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep everything that starts Ray on one test process, so that one world serves it all."""
-    for item in items:
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
+    """Keep what shares a started world on one test process, and what starts Ray itself, one after the other, on one.
+
+    These two are the longest and come first, so that no process waits for the other in the end.
+    """
+    groups = {item: group for item in items if (group := _group(item))}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    order = ["ray", "world", "gloo", "torch", ""]
+    items.sort(key=lambda item: order.index(groups.get(item, "")))
+
+
+def _group(item: pytest.Item) -> str:
+    """What a test shares with tests of other files: a started world, a machine for Ray, or a process to be forked."""
+    if item.get_closest_marker("ray"):
+        return "world" if "world4" in getattr(item, "fixturenames", ()) else "ray"
+    if "run_world" in vars(getattr(item, "module", item)):
+        return "gloo"
+    return "torch" if item.path.name in ("test_convert.py", "test_export.py", "test_forks.py", "test_shards.py") else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups as `--dist loadgroup` knows them, and all other tests by their files, so that fixtures are made once."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return scope if scope != nodeid else nodeid.partition("::")[0]
+
+    return Files(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -70,11 +109,11 @@ def reporter() -> Quiet:
 
 
 def tiny_profile(steps: int = 2, sets: tuple[str, ...] = (), look: bool = False) -> Any:
-    """The tiny profile, resolved, with four rows; no evaluation or grids unless `look`."""
+    """The tiny profile, resolved, with four rows and sampler steps; no evaluation or grids unless `look`."""
     from nftctl.profile.load import bundled_profiles, load_profile
 
     quiet = () if look else ('eval.prompt_file=""', "samples.prompts=0", "logging.tensorboard=false")
-    quiet = ("data.rows_per_step=4", *quiet)
+    quiet = ("data.rows_per_step=4", "rl.sample_steps=4", *quiet)
     return load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=[*quiet, *sets], flags={"rl.max_steps": steps}, env={})
 
 
@@ -97,6 +136,66 @@ def world4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     finally:
         for group in started:
             group.shutdown()
+
+
+class Scorers:
+    """Embedded reward services that outlive the run that started them, for the next run that asks for the same.
+
+    Each is started by the program itself and asked by every run who it is; that a run starts its own and ends it is
+    in tests/engine/test_services.py, and in every run through the installed command.
+    """
+
+    def __init__(self) -> None:
+        from nftctl.engine import services
+
+        self._begin, self._end = services._start, services._stop
+        self._idle: dict[tuple[str, ...], list[tuple[Any, str]]] = {}
+        self._asked: dict[int, tuple[str, ...]] = {}
+        self._urls: dict[int, str] = {}
+
+    def start(self, provider: Any, revision: str, log: Path, host: str) -> tuple[Any, str]:
+        key = (provider.scorer, revision, host, os.environ.get(provider.token_env, ""))
+        while idle := self._idle.get(key):
+            process, url = idle.pop()
+            if process.poll() is None:
+                return process, url
+        process, url = self._begin(provider, revision, log, host)
+        self._asked[process.pid], self._urls[process.pid] = key, url
+        return process, url
+
+    def stop(self, process: Any) -> None:
+        if process.pid not in self._asked:
+            self._end(process)
+        else:
+            self._idle.setdefault(self._asked[process.pid], []).append((process, self._urls[process.pid]))
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            for process, _ in idle:
+                self._end(process)
+
+
+@pytest.fixture(scope="module")
+def scorers() -> Iterator[Scorers]:
+    """Those of one file of tests."""
+    made = Scorers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _scorers_stay_from_run_to_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For runs on the started world, each of which would wait a second for the same process once more."""
+    if "world4" not in request.fixturenames:
+        yield
+        return
+    from nftctl.engine import services
+
+    made = request.getfixturevalue("scorers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "_start", made.start)
+        patch.setattr(services, "_stop", made.stop)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ Speaks by a plain write, past every buffer, since the person at the keyboard mus
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import signal
@@ -98,10 +97,10 @@ class StopSignals:
                 write_now(f"\n{what}; press again to stop now\n")
             else:
                 self._end_now = True
-                # The main thread may have looked before this was known. This makes it look again, and writes into
-                # the pipe as a signal does.
+                # The main thread may have looked before this was known, and may be waiting in a lock, which only a
+                # signal of its own wakes it from. That writes into the pipe once more.
                 echoes += 1
-                _thread.interrupt_main(signal.Signals(heard[0]))
+                signal.pthread_kill(threading.main_thread().ident or 0, heard[0])
         os.close(ear)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

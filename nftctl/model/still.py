@@ -142,7 +142,7 @@ class _Doubled:
     """A convolution of three by three behind a doubling of every pixel, as four of two by two behind none."""
 
     def __init__(self, stock: nn.Conv2d, fused: bool) -> None:
-        weight = stock.weight.detach().double()
+        weight = stock.weight.detach().float()
         self._weights = [
             _merged(_merged(weight, 2, row), 3, column)
             .to(stock.weight.dtype)

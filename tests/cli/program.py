@@ -1,4 +1,7 @@
-"""Runs the real program in a process of its own, away from whatever the surroundings set."""
+"""Runs the real program in a process of its own, away from whatever the surroundings set.
+
+Most of these processes are forked from one that has imported the program, which is what nearly all of a start costs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from . import forks
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "diffusers", "peft", "transformers")
@@ -22,12 +27,15 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def nftctl(
-    *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None, stdin: str = ""
+    *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None, stdin: str = "", started: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`nftctl ARGUMENTS` in the folder `cwd`."""
-    command = [sys.executable, "-m", "nftctl", *map(str, arguments)]
+    """`nftctl ARGUMENTS` in the folder `cwd`; `started`: by a new interpreter in any case."""
+    words, variables = list(map(str, arguments)), environment(env)
+    if not started and forks.forkable(variables, stdin):
+        return forks.run(words, cwd=cwd, env=variables, stdin=stdin, timeout=120)
+    command = [sys.executable, "-m", "nftctl", *words]
     return subprocess.run(
-        command, cwd=cwd, env=environment(env), input=stdin, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, env=variables, input=stdin, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -16,13 +16,14 @@ from .test_job import make_resumable
 WARNINGS = {rule.code for rule in RULES if rule.severity == "warning"}
 
 PROGRAM = """
-import contextlib, io, json, os, sys
-from nftctl.cli.main import run
+import contextlib, io, json, os, sys, typer
+from nftctl.cli import main as program
+program.app = typer.main.get_command(program.app)  # made once, not a hundred times
 answers = []
 for arguments in json.load(open(sys.argv[1])):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(arguments)
+        code = program.run(arguments)
     answers.append([code, err.getvalue()])
 print(json.dumps({"answers": answers, "modules": sorted(set(sys.modules) & set(sys.argv[2:]))}))
 """

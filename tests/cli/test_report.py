@@ -146,6 +146,8 @@ def test_closing_words_name_the_report() -> None:
     }  # fmt: skip
     assert "report      runs/x/report.html" in closing_words(summary)
     assert not any(line.startswith("report") for line in closing_words(summary | {"report": None}))
+    # Commands are there to be typed.
+    assert "            nftctl inspect-checkpoint 'my runs/x'" in closing_words(summary | {"run": "my runs/x"})
 
 
 def test_the_wheel_takes_the_page_along() -> None:

@@ -103,3 +103,38 @@ def test_the_former_handlers_come_back() -> None:
     with pytest.raises(Stopped), StopSignals():
         signal.raise_signal(signal.SIGTERM)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+WAITING = """
+import os, signal, threading, time
+from nftctl.cli.signals import Stopped, StopSignals
+
+def press():
+    time.sleep(0.03)
+    os.kill(os.getpid(), signal.SIGINT)
+
+for _ in range(10):
+    try:
+        with StopSignals():
+            presses = threading.Thread(target=press)
+            presses.start()
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+    except Stopped:
+        presses.join()
+        print("stopped", flush=True)
+"""
+
+
+def test_a_command_that_waits_in_a_lock_is_ended_too(tmp_path: Path) -> None:
+    """Ten times over: whether the main thread is woken depended on which thread was first."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE
+    )
+    try:
+        out, _ = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"it waits still, after {process.communicate()[0].count('stopped')} of 10")
+    assert (process.returncode, out) == (0, "stopped\n" * 10)

@@ -446,8 +446,8 @@ def test_it_says_what_the_run_said(world4: Any, tiny: Any, tmp_path: Path, capsy
     from nftctl.engine.plan import plan_launch
 
     # Advantages that are all clamped, so that there is an alarm.
-    sets = ('job.name="first"', "eval.samples_per_prompt=1", "eval.every=2", "rl.advantage_low=-0.001",
-            "rl.advantage_high=0.001")  # fmt: skip
+    sets = ('job.name="first"', "eval.samples_per_prompt=1", "eval.steps=2", "eval.every=2", "samples.prompts=0",
+            "rl.advantage_low=-0.001", "rl.advantage_high=0.001")  # fmt: skip
     plan = plan_launch(tiny(4, sets, look=True), run_dir=tmp_path / "runs")
     run_job(plan, PlainReporter(Console()), world4)
     said = capsys.readouterr().err.splitlines()

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nftctl.engine.loop import run_job
+from nftctl.engine.plan import plan_launch
+from nftctl.profile.load import load_profile
 from nftctl.run.checkpoints import list_partials, list_steps
 from nftctl.run.manifest import verify
+from tests.conftest import Quiet
 from tests.engine.test_runs import QUIET, start
 from tests.engine.test_world import promised, tensors_of
 
@@ -72,9 +76,9 @@ class Outcome:
 
 
 @contextmanager
-def serving(fault: str, times: int = 0) -> Iterator[str]:
+def serving(fault: str, times: int = 0, after: int = AFTER) -> Iterator[str]:
     """The fault server in a process of its own; yields its URL."""
-    command = [sys.executable, str(SERVER), "--fault", fault, "--after", str(AFTER), "--times", str(times)]
+    command = [sys.executable, str(SERVER), "--fault", fault, "--after", str(after), "--times", str(times)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -87,18 +91,34 @@ def serving(fault: str, times: int = 0) -> Iterator[str]:
 def run(folder: Path, fault: str, *, times: int = 0) -> Outcome:
     """Launch against the service that shows `fault` from the third score request on, for ever or `times` times."""
     with serving(fault, times) as url:
-        profile = folder / "faulty.toml"
-        profile.write_text(
-            f'extends = "tiny_t2i_cpu"\n[reward]\ndeadline_s = {DEADLINE_S}\nretries = 3\n[checkpoint]\nevery = 1\n'
-            f'[[reward.providers]]\nname = "mean"\nkind = "http"\nurl = "{url}"\nrevision = "fault/1"\n'
-        )
-        process = start(folder, "launch", str(profile), "--steps", str(STEPS), "--name", "faulty", *QUIET)
+        process = start(folder, "launch", str(_profile(folder, url)), "--steps", str(STEPS), "--name", "faulty", *QUIET)
         spoilt = _first_spoilt(process, url)
         _, err = process.communicate(timeout=120)
         seconds = time.monotonic() - spoilt if spoilt else -1.0
         health = _health(url)
     run = folder / "runs" / "faulty"
     return Outcome(process.returncode, err, run, url, seconds, health["requests"], health["images"])
+
+
+def run_on(world: Any, folder: Path, fault: str, *, times: int = 0) -> Outcome:
+    """The same on ranks that have been started, for a run that ends well; spoilt from the second step's first on."""
+    with serving(fault, times, len(world.members) + 1) as url:
+        sets = [*QUIET[1::2], f"rl.group_size={len(world.members)}"]
+        resolved = load_profile(
+            _profile(folder, url), sets=sets, flags={"rl.max_steps": STEPS, "job.name": "faulty"}, env={}
+        )
+        run_job(plan_launch(resolved, run_dir=folder / "runs"), Quiet(), world)
+        health = _health(url)
+    return Outcome(0, "", folder / "runs" / "faulty", url, 0.0, health["requests"], health["images"])
+
+
+def _profile(folder: Path, url: str) -> Path:
+    path = folder / "faulty.toml"
+    path.write_text(
+        f'extends = "tiny_t2i_cpu"\n[reward]\ndeadline_s = {DEADLINE_S}\nretries = 3\n[checkpoint]\nevery = 1\n'
+        f'[[reward.providers]]\nname = "mean"\nkind = "http"\nurl = "{url}"\nrevision = "fault/1"\n'
+    )
+    return path
 
 
 def _health(url: str) -> dict[str, Any]:
@@ -119,13 +139,13 @@ def _first_spoilt(process: subprocess.Popen[str], url: str) -> float:
 def check_recovered(outcome: Outcome, clean: Outcome) -> None:
     """The run is, to the bit, the one that saw no fault."""
     assert outcome.code == 0, outcome.err
-    assert outcome.seconds > 0
+    assert outcome.requests >= clean.requests > AFTER
     assert [row["step"] for row in outcome.rows] == list(range(1, STEPS + 1))
     assert outcome.rows == clean.rows
     assert outcome.tensors == clean.tensors
 
 
-def check_failed(outcome: Outcome, fault: str, clean: Outcome) -> None:
+def check_failed(outcome: Outcome, fault: str, clean: Outcome | None = None) -> None:
     """The reward's own words and code, in time, with the step before it safe and nothing half done."""
     assert outcome.code == 4, outcome.err
     assert 0 < outcome.seconds <= DEADLINE_S + SLACK_S, f"{outcome.seconds:.1f} s after the fault"
@@ -136,7 +156,8 @@ def check_failed(outcome: Outcome, fault: str, clean: Outcome) -> None:
     assert "nftctl resume" in outcome.err
     assert "did not finish" not in outcome.err
     assert "Traceback" not in outcome.err
-    assert outcome.rows == clean.rows[:1]
+    assert [row["step"] for row in outcome.rows] == [1]
+    assert clean is None or outcome.rows == clean.rows[:1]
     assert (outcome.run / "report.html").is_file()
     checkpoints = outcome.run / "checkpoints"
     assert [step for step, _ in list_steps(checkpoints)] == [1]

@@ -1,6 +1,6 @@
 """Runs that are struck from outside, exactly in a stage that a rank's own log names, and that go on as a person would.
 
-Shared by the three strikes of every test run and by the soak that deals out many more. A strike counts only when the
+Shared by the two strikes of every test run and by the soak that deals out many more. A strike counts only when the
 victim's log proves that it hit: otherwise it is dealt again in the attempt that follows.
 """
 

@@ -70,7 +70,7 @@ def planned(tiny: Any, tmp_path: Path) -> Callable[..., JobPlan]:
 
     def make(ranks: int, *sets: str) -> JobPlan:
         size = f"rl.group_size={max(2, ranks)}"
-        resolved = tiny(2, (size, "rl.guidance=3.0", 'rl.old.decay="copy"', *sets))
+        resolved = tiny(2, (size, "rl.sample_steps=10", "rl.guidance=3.0", 'rl.old.decay="copy"', *sets))
         return derive(plan_launch(resolved, run_dir=tmp_path / "runs"), ranks)
 
     return make

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,7 @@ from nftctl.engine.checkpoint import (
 )
 from nftctl.errors import CheckpointUnusable, TrainingFailed
 from nftctl.tensorfile import ITEM_BYTES, safetensors_header
+from tests.model.world import run_world
 
 ONE_FILE = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -363,9 +363,8 @@ def sharded(seed: int = 5) -> torch.Tensor:
     return torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def _rank(rank: int, store: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def _rank(rank: int, parent: str) -> None:
+    folder = Path(parent) / "state"
     mesh = init_device_mesh("cpu", (2,))
     saver = Saver(dist.new_group(backend="gloo"))
     state = make_state() | {"base.sharded": distribute_tensor(sharded(), mesh, [Shard(0)])}
@@ -391,30 +390,17 @@ def _rank(rank: int, store: str, folder: Path) -> None:
     saver.begin(state, folder.with_name("full"))
     with pytest.raises(CheckpointUnusable, match=r"rank 1 could not write .* no space"):
         saver.finish()
-    dist.destroy_process_group()
 
 
 def _full(_: int) -> None:
     raise OSError(errno.ENOSPC, "full")
 
 
-def run_two(target: Callable[..., None], *arguments: object) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
-
-
 @pytest.fixture(scope="module")
 def two_rank_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that two ranks saved, mutated at once and loaded again."""
     parent = tmp_path_factory.mktemp("two")
-    run_two(_rank, str(parent / "store"), parent / "state")
+    run_world(_rank, 2, parent)
     return parent / "state"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from nftctl.errors import EnvironmentUnfit, TrainingFailed
 from nftctl.profile.schema import Grid
 from tests.conftest import clean_environment
 from tests.engine.heads import Head, head
+from tests.engine.test_runs import left_behind, start, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -101,19 +104,26 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 
 
 def test_local_is_a_ray_of_its_own_whatever_is_running(theirs: Head, looks: Looks, tmp_path: Path) -> None:
+    """Also: SIGTERM before the first step ends a run at once and leaves nothing running."""
     before, note = looks.before(), theirs.note.read_text()
     # Both ways by which Ray alone would have joined the other one, and the token with which it could.
-    result = launch(tmp_path, RAY_ADDRESS=theirs.address, RAY_AUTH_MODE="token", **theirs.env)
-    assert result.returncode == 0, result.stderr
-    assert f"RAY_ADDRESS={theirs.address} is set and not used: grid.address is local" in result.stderr.splitlines()
-    own = re.search(r"Ray of its own at (\S+), logs in (\S+)", result.stderr)
+    join = {"RAY_ADDRESS": theirs.address, "RAY_AUTH_MODE": "token", **theirs.env}
+    process = start(tmp_path, "launch", "tiny_t2i_cpu", "--steps", "500", "--name", "early", *SMALL, **join)
+    run = tmp_path / "runs" / "early"
+    wait_for(run / "logs" / "attempt_1" / "rank_0.log", r"rank 0 of 2 on cpu")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert (run / "metrics.jsonl").read_text() == ""
+    assert list((run / "checkpoints").iterdir()) == []
+    assert left_behind() == []
+    assert f"RAY_ADDRESS={theirs.address} is set and not used: grid.address is local" in err.splitlines()
+    own = re.search(r"Ray of its own at (\S+), logs in (\S+)", err)
     assert own is not None
     assert own[1] != theirs.address
     assert Path(own[2]).is_dir()
     assert_untouched(before, looks.after(), jobs=1)  # the job is the look itself
     assert theirs.note.read_text() == note
-    # Without torch there can be no CUDA context in the driver.
-    assert "loaded:\n" in result.stderr
 
 
 def test_auto_joins_runs_and_leaves_nothing(theirs: Head, looks: Looks, tmp_path: Path) -> None:
@@ -127,6 +137,8 @@ def test_auto_joins_runs_and_leaves_nothing(theirs: Head, looks: Looks, tmp_path
     assert re.search(r"rank 1 of 2 on cpu", (tmp_path / "runs/mine/logs/latest/rank_1.log").read_text())
     assert [p.name for p in (tmp_path / "runs/mine/checkpoints").glob("step_*")] == ["step_000001"]
     assert_untouched(before, looks.after(), jobs=2)
+    # Without torch there can be no CUDA context in the driver.
+    assert "loaded:\n" in result.stderr
     # Ranks answered the scorer's question for its token, which is in no file; nor is the cluster's.
     assert files_with(REWARD_TOKEN, tmp_path, theirs.folder) == []
     assert files_with(theirs.token, tmp_path, theirs.folder) == []
@@ -201,8 +213,7 @@ def test_a_node_that_cannot_import_nftctl_is_refused(theirs: Head, looks: Looks,
         (broken / "__init__.py").write_text("raise ImportError('not for this machine')\n")
         result = launch(tmp_path, "--set", f"grid.address={theirs.address}", **theirs.env)
     finally:
-        (broken / "__init__.py").unlink()
-        broken.rmdir()
+        shutil.rmtree(broken)
     assert result.returncode == 8, result.stderr
     assert f"{sys.executable} on node" in result.stderr
     assert "cannot import nftctl: ImportError: not for this machine" in result.stderr

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ray
 BRIGHT = '[[reward.providers]]\nname = "bright"\nkind = "embedded"\nscorer = "brightness"\n'
 JUDGE = '[[eval.providers]]\nname = "digits"\nkind = "embedded"\nscorer = "tiny_digits"\n'
 QUIET = ('eval.prompt_file=""', "samples.prompts=0")
-LOOKS = ("samples.every=2", "samples.prompts=3", "samples.noises=2", "eval.every=2", "eval.samples_per_prompt=2")
+LOOKS = ("samples.every=2", "samples.prompts=3", "samples.noises=2", "eval.every=2", "eval.steps=2",
+         "eval.samples_per_prompt=2")  # fmt: skip
 Launch = Callable[..., dict[str, Any]]
 
 

@@ -15,7 +15,10 @@ from tests.engine.test_world import promised, rows_of, tensors_of
 
 pytestmark = pytest.mark.ray
 
-SETS = ('model.shard="gather-once"', "rl.guidance=3", "model.rollout_micro_batch=2", "eval.samples_per_prompt=1")
+SETS = (
+    'model.shard="gather-once"', "rl.guidance=3", "model.rollout_micro_batch=2", "eval.samples_per_prompt=1",
+    "eval.steps=2",
+)  # fmt: skip
 
 
 def visits(worker: Any) -> tuple[int, int, bool]:

@@ -29,8 +29,9 @@ from tests.engine.test_world import promised, rows_of, tensors_of
 pytestmark = pytest.mark.ray
 
 SETS = (
-    "data.rows_per_step=4", 'eval.prompt_file=""', "samples.prompts=0", 'job.name="run"', "checkpoint.every=2",
-    "data.shuffle=true", 'rl.old.decay="linear"', "optimizer.lr=0.006", "optimizer.warmup_steps=6",
+    "data.rows_per_step=4", "rl.sample_steps=4", 'eval.prompt_file=""', "samples.prompts=0", 'job.name="run"',
+    "checkpoint.every=2", "data.shuffle=true", 'rl.old.decay="linear"', "optimizer.lr=0.006",
+    "optimizer.warmup_steps=6",
 )  # fmt: skip
 HELD_OUT = ('eval.prompt_file="embedded"', "eval.samples_per_prompt=1", "eval.steps=3")
 RATES = [0.001, 0.002, 0.003, 0.004]

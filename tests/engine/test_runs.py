@@ -1,7 +1,7 @@
 """Whole runs through the installed command, two ranks each: how they begin, how they end, what they leave.
 
-One finished run serves most of them. Those that are interrupted in mid-step are in test_kills; a finished run that is
-gone on with is in the test of docs/ci.sh.
+One finished run serves most of them. Those that are interrupted in mid-step are in test_kills, one that is stopped
+before its first step in test_clusters; a finished run that is gone on with is in the test of docs/ci.sh.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -169,18 +168,6 @@ def test_launch_refuses_by_preflight_without_a_folder(cli: Cli, tmp_path: Path) 
     assert "grid-backend" in result.stderr
     assert "reference-not-frozen" in result.stderr
     assert list(tmp_path.iterdir()) == []
-    assert left_behind() == []
-
-
-def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
-    process = start(tmp_path, "launch", "tiny_t2i_cpu", "--steps", "500", "--name", "early", *QUIET)
-    run = tmp_path / "runs" / "early"
-    wait_for(run / "logs" / "attempt_1" / "rank_0.log", r"rank 0 of 2 on cpu")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert (run / "metrics.jsonl").read_text() == ""
-    assert list((run / "checkpoints").iterdir()) == []
     assert left_behind() == []
 
 

@@ -1,17 +1,22 @@
-"""Two ranks train against a cosmos-rl service that was written from the format's description alone."""
+"""Ranks train against a cosmos-rl service that was written from the format's description alone."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nftctl.engine.loop import run_job
+from nftctl.engine.plan import plan_launch
+from nftctl.profile.load import load_profile
 from nftctl.run.checkpoints import list_steps
 from nftctl.run.manifest import read_manifest
 from tests.engine.test_runs import QUIET, start
@@ -35,25 +40,36 @@ def serving(*arguments: str) -> Iterator[str]:
         process.communicate()
 
 
-def launch(folder: Path, url: str, *, reward: str = "") -> tuple[int, str, Path]:
-    """Run the tiny profile with two cosmos-rl providers, one of which is a sum of keys."""
-    profile = folder / "cosmos.toml"
-    profile.write_text(
+def profile_of(folder: Path, url: str, *, reward: str = "") -> Path:
+    """The tiny profile with two cosmos-rl providers, one of which is a sum of keys."""
+    path = folder / "cosmos.toml"
+    path.write_text(
         f'extends = "tiny_t2i_cpu"\n[reward]\ndeadline_s = 6.0\n{reward}\n'
         f'[[reward.providers]]\nname = "brightness"\nprotocol = "cosmos-rl"\nurl = "{url}"\nrevision = "said/1"\n'
         f'[[reward.providers]]\nname = "warm"\nprotocol = "cosmos-rl"\nurl = "{url}"\nrevision = "said/2"\n'
         'reward_fn = "channels"\nscore_key = "red + green"\nweight = 0.5\n'
     )
-    arguments = ("launch", str(profile), "--steps", str(STEPS), "--name", "cosmos", *QUIET)
-    process = start(folder, *arguments, NFTCTL_REWARD_TOKEN=TOKEN)
-    _, err = process.communicate(timeout=120)
-    return process.returncode, err, folder / "runs" / "cosmos"
+    return path
 
 
-def test_a_run_is_trained_by_a_service_that_knows_nothing_of_it(tmp_path: Path) -> None:
+@pytest.fixture
+def authorised(world4: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The started ranks, with the token in the environment of each and of this process."""
+    monkeypatch.setenv("NFTCTL_REWARD_TOKEN", TOKEN)
+    world4.call("apply", lambda _: os.environ.update(NFTCTL_REWARD_TOKEN=TOKEN))
+    yield world4
+    world4.call("apply", lambda _: os.environ.pop("NFTCTL_REWARD_TOKEN"))
+
+
+def test_a_run_is_trained_by_a_service_that_knows_nothing_of_it(
+    authorised: Any, reporter: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with serving("--token", TOKEN, "--replica", "replica-1") as url:
-        code, err, run = launch(tmp_path, url, reward='aggregation = "gdpo"')
-        assert code == 0, err
+        path = profile_of(tmp_path, url, reward='aggregation = "gdpo"')
+        sets = [*QUIET[1::2], "rl.group_size=4"]
+        resolved = load_profile(path, sets=sets, flags={"rl.max_steps": STEPS, "job.name": "cosmos"}, env={})
+        summary = run_job(plan_launch(resolved, run_dir=tmp_path / "runs"), reporter, authorised)
+        run = Path(summary["run"])
         health = json.load(urllib.request.urlopen(f"{url}/healthz", timeout=10))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -71,15 +87,22 @@ def test_a_run_is_trained_by_a_service_that_knows_nothing_of_it(tmp_path: Path) 
     assert identity["reward.providers.warm.reward_fn"] == "channels"
     assert identity["reward.providers.warm.protocol"] == "cosmos-rl"
     assert identity["reward.aggregation"] == "gdpo"
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
-    assert TOKEN.encode() not in written + err.encode()
+    # It is in no file of the run, in no rank's log and in nothing that was said.
+    files = [path for folder in (run, Path(authorised._logs)) for path in folder.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.name.startswith("rank_")]) == 4
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+    said = capfd.readouterr()
+    assert TOKEN not in said.out + said.err + "".join((*reporter.notes, *reporter.warnings))
 
 
 @pytest.mark.soak
 def test_a_task_that_the_service_dropped_ends_the_run_with_its_name(tmp_path: Path) -> None:
     with serving("--fault", "dropped", "--after", "5") as url:
-        code, err, run = launch(tmp_path, url)
-    assert code == 4, err
+        arguments = ("launch", str(profile_of(tmp_path, url)), "--steps", str(STEPS), "--name", "cosmos", *QUIET)
+        process = start(tmp_path, *arguments, NFTCTL_REWARD_TOKEN=TOKEN)
+        _, err = process.communicate(timeout=120)
+        run = tmp_path / "runs" / "cosmos"
+    assert process.returncode == 4, err
     error = next(line for line in err.splitlines() if line.startswith("error: "))
     assert f"reward service {url}/api/reward/pull: task " in error
     assert "still answers 400" in error

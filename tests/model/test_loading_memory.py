@@ -74,8 +74,8 @@ def test_prompt_encoder_and_decoder_are_read_tensor_by_tensor(bases: Path) -> No
     facts = json.loads(answer.stdout.splitlines()[-1])
     kept, peak = facts["mapped"]
     assert kept > 75e6
-    # In the precision of their files they stay mapped.
-    assert peak < 0.1 * kept
+    # In the precision of their files they stay mapped, but for what single frames are decoded with: copies of slices.
+    assert peak < 0.15 * kept
     # In another there is one copy; a second one beside it would be half as much again, or more.
     kept, peak = facts["cast"]
     assert 0.9 * kept < peak < 1.1 * kept
