@@ -2,7 +2,8 @@
 
 `calls` has a line for each; `profile-N.toml` is what the Nth launch read. Files in the folder tell them what to do:
 `hold` keeps a launch going until SIGTERM, `code` is the exit code of a launch, `after-term` the one after SIGTERM,
-`silent-ray` keeps the head from coming up, `no-requeue` makes Slurm refuse.
+`silent-ray` keeps the head from coming up, `gone` lets the step that removes Ray's folder fail as a lost node does,
+`no-requeue` makes Slurm refuse.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.conftest import clean_environment
 PROGRAMS = {
     "srun": """
         printf 'srun %s\\n' "$*" >> "$STUBS/calls"
+        case $* in *" rm -rf "*) if [ -e "$STUBS/gone" ]; then exit 1; fi ;; esac
         while case ${1-} in -*) true ;; *) false ;; esac; do shift; done
         exec "$@"
     """,
@@ -37,9 +39,7 @@ PROGRAMS = {
             echo 10.0.0.1:6379 > "$RAY_TMPDIR/ray/ray_current_cluster"
             echo "$RAY_TMPDIR" > "$STUBS/ray-folder" ;;
         esac
-        trap 'kill "$sleeper"; exit 0' TERM
-        /bin/sleep 60 & sleeper=$!
-        wait
+        exec /bin/sleep 60
     """,
     "nftctl": """
         printf 'nftctl %s\\n' "$*" >> "$STUBS/calls"

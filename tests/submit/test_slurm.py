@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -26,7 +27,7 @@ from .stubs import Stubs
 SIZE = Size(nodes=2, ranks=4, ranks_per_node=2, gpus=2, cpus=8)
 HEAD = "ray start --head --port=0 --include-dashboard=false --block --num-cpus=8 --num-gpus=2 --disable-usage-stats"
 PROFILE = '# The profile\n\n[job]\nname = "first"\n'
-REMOVED = "srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 rm -rf -- "
+REMOVED = "srun --quiet --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 rm -rf -- "
 
 
 def make(
@@ -51,12 +52,13 @@ def test_a_ray_cluster_then_the_run_then_nothing_is_left(stubs: Stubs, tmp_path:
     assert sorted(stubs.calls) == sorted(
         [
             "scontrol show hostnames n1,n2",
-            f"srun --overlap --nodes=1 {step} {HEAD}",
+            f"srun --quiet --overlap --nodes=1 {step} {HEAD}",
             "ray --head token none",
-            f"srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --exclude=n1 {member}",
+            f"srun --quiet --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --exclude=n1 {member}",
             "ray --address=10.0.0.1:6379 token none",
             "nftctl submit --await-nodes 2 --address 10.0.0.1:6379",
             "nftctl launch - --auto-resume --set grid.address=10.0.0.1:6379",
+            "scontrol show job 77",
             f"{REMOVED}{folder}",
         ]
     )
@@ -66,6 +68,8 @@ def test_a_ray_cluster_then_the_run_then_nothing_is_left(stubs: Stubs, tmp_path:
     assert (stubs.folder / "profile-0.toml").read_text() == PROFILE
     assert (stubs.folder / "folder").read_text().strip() == str(tmp_path)
     assert len((stubs.folder / "token").read_text()) == 64
+    # Slurm, which ends everything at once, is not to wait for a node to drain.
+    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in (stubs.folder / "environment").read_text().splitlines()
     assert not Path(folder).exists()
 
 
@@ -87,7 +91,7 @@ def test_sigterm_saves_then_requeues(stubs: Stubs) -> None:
     code, said = stubs.interrupt(make(), signal.SIGTERM, signal.SIGTERM, nodes="n1,n2")
     assert code == 143
     assert stubs.calls.count("heard") == 1
-    ends = [line for line in stubs.calls if line == "saved" or line.startswith(("scontrol requeue", REMOVED[:30]))]
+    ends = [line for line in stubs.calls if line == "saved" or line.startswith(("scontrol requeue", REMOVED))]
     assert [line.split()[0] for line in ends] == ["saved", "srun", "scontrol"]
     assert stubs.calls[-1] == "scontrol requeue 77"
     assert "back into the queue" in said
@@ -104,7 +108,9 @@ def test_the_next_attempt_is_the_same_command(stubs: Stubs) -> None:
     assert (stubs.folder / "profile-1.toml").read_text() == (stubs.folder / "profile-0.toml").read_text()
 
 
-@pytest.mark.parametrize(("state", "requeued"), [("CANCELLED", False), ("RUNNING", True)])
+@pytest.mark.parametrize(
+    ("state", "requeued"), [("CANCELLED", False), ("COMPLETING", False), ("TIMEOUT", False), ("RUNNING", True)]
+)
 def test_a_job_that_was_cancelled_is_not_requeued(stubs: Stubs, state: str, requeued: bool) -> None:
     stubs.say(job=f"JobId=77 JobName=x\n   JobState={state} Reason=None\n")
     assert stubs.interrupt(make(), signal.SIGTERM)[0] == 143
@@ -140,6 +146,38 @@ def test_a_job_that_is_taken_away_before_its_run_is_requeued(stubs: Stubs) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("code", "gone", "job", "requeued"),
+    [
+        (7, True, "PreemptTime=None", True),  # a node that Slurm may not have missed yet
+        (8, True, "PreemptTime=None", True),  # the same before the run began
+        (7, False, "PreemptTime=2031-01-01T00:00:00", True),  # Ray's steps alone were told
+        (7, False, "PreemptTime=None", False),  # a rank of its own doing, which would die again
+        (3, True, "PreemptTime=None", False),  # refused: no other node would change that
+        (7, True, "JobState=CANCELLED PreemptTime=None", False),
+    ],
+)
+def test_a_run_whose_node_was_taken_from_it_is_requeued(
+    stubs: Stubs, code: int, gone: bool, job: str, requeued: bool
+) -> None:
+    stubs.say(code=str(code), job=f"JobId=77 {job}\n", **({"gone": ""} if gone else {}))
+    assert stubs.run(make(), "n1,n2")[0] == code
+    assert ("scontrol requeue 77" in stubs.calls) is requeued
+
+
+def test_sigterm_does_not_wait_for_nodes_that_never_join(stubs: Stubs) -> None:
+    # The grace is shorter than the wait for nodes.
+    (stubs.folder / "bin" / "nftctl").write_text('#!/bin/sh\nkill -TERM "$PPID"\nexec /bin/sleep 50\n')
+    assert stubs.run(make(), timeout=40)[0] == 143
+    assert stubs.calls[-1] == "scontrol requeue 77"
+
+
+def test_sigint_is_the_last_word_even_where_a_node_is_gone(stubs: Stubs) -> None:
+    stubs.say(**{"after-term": "7", "gone": ""})
+    assert stubs.interrupt(make(), signal.SIGINT)[0] == 7
+    assert "scontrol requeue 77" not in stubs.calls
+
+
 def test_a_job_that_slurm_does_not_take_back_says_what_to_do(stubs: Stubs) -> None:
     stubs.say(**{"no-requeue": ""})
     code, said = stubs.interrupt(make(), signal.SIGTERM)
@@ -155,7 +193,9 @@ def test_a_head_that_does_not_come_up_ends_the_job(stubs: Stubs) -> None:
 
 def test_a_missing_program_is_named(stubs: Stubs) -> None:
     (stubs.folder / "bin" / "scontrol").unlink()
-    code, said = stubs.run(make(setup=[f"PATH={stubs.folder}/bin:/usr/bin:/bin"]))
+    for program in ("env", "sed"):
+        (stubs.folder / "bin" / program).symlink_to(shutil.which(program) or "")
+    code, said = stubs.run(make(setup=[f"PATH={stubs.folder}/bin"]))
     assert (code, "there is no scontrol on PATH" in said) == (8, True)
     assert stubs.calls == []
 
