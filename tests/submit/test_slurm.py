@@ -165,6 +165,14 @@ def test_a_run_whose_node_was_taken_from_it_is_requeued(
     assert ("scontrol requeue 77" in stubs.calls) is requeued
 
 
+def test_a_job_whose_nodes_never_were_all_there_ends(stubs: Stubs) -> None:
+    """Else one that cannot start would come back for ever."""
+    stubs.say(gone="")
+    (stubs.folder / "bin" / "nftctl").write_text('#!/bin/sh\necho "nftctl $1" >> "$STUBS/calls"\nexit 8\n')
+    assert stubs.run(make(), "n1,n2")[0] == 8
+    assert [line for line in stubs.calls if line.startswith(("nftctl", "scontrol requeue"))] == ["nftctl submit"]
+
+
 def test_sigterm_does_not_wait_for_nodes_that_never_join(stubs: Stubs) -> None:
     # The grace is shorter than the wait for nodes.
     (stubs.folder / "bin" / "nftctl").write_text('#!/bin/sh\nkill -TERM "$PPID"\nexec /bin/sleep 50\n')
