@@ -7,6 +7,7 @@ Speaks by a plain write, past every buffer, since the person at the keyboard mus
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = signal.SIGUSR2
 """How the process above an attempt hands on that it was told a second time."""
+WAKE = signal.SIGURG
+"""Sent to the main thread alone, so that it looks up. Means nothing, and one that comes late is ignored by default."""
 RESTARTS_LEFT = "_NFTCTL_RESTARTS_LEFT"
 """Set for an attempt under `--max-restarts`: how many more may follow it. No key of a profile, so it has no section."""
 SAVED = "what was saved stays valid"
@@ -49,6 +52,7 @@ class StopSignals:
         self._seen: list[int] = []
         self._end_now = False
         self._leaving = False
+        self._looked = threading.Event()
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -56,6 +60,7 @@ class StopSignals:
         os.set_blocking(self._mouth, False)
         heard = (*SIGNALS, AT_ONCE) if self._is_attempt else SIGNALS
         self._former = {signum: signal.signal(signum, self._handle) for signum in heard}
+        self._former_wake = signal.signal(WAKE, lambda signum, frame: None)
         self._former_mouth = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, args=(ear,), name="signals", daemon=True)
         self._listener.start()
@@ -65,11 +70,13 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leaving = True
+        self._looked.set()
         signal.set_wakeup_fd(self._former_mouth)
         os.close(self._mouth)
         self._listener.join()
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
+        signal.signal(WAKE, self._former_wake)
         if isinstance(error, KeyboardInterrupt) or (error is None and self._end_now):
             asked = [signum for signum in self._seen if signum != AT_ONCE]
             raise Stopped(asked[-1] if asked else signal.SIGINT, self._left) from None
@@ -97,15 +104,28 @@ class StopSignals:
                 write_now(f"\n{what}; press again to stop now\n")
             else:
                 self._end_now = True
-                # The main thread may have looked before this was known, and may be waiting in a lock, which only a
-                # signal of its own wakes it from. That writes into the pipe once more.
+                # The main thread may have looked before this was known. This makes it look again, and writes into
+                # the pipe as a signal does.
                 echoes += 1
-                signal.pthread_kill(threading.main_thread().ident or 0, heard[0])
+                _thread.interrupt_main(signal.Signals(heard[0]))
+                self._wake()
         os.close(ear)
+
+    def _wake(self) -> None:
+        """Until the main thread has looked: it may be waiting in a lock, from which a signal of its own wakes it.
+
+        One that comes just before it begins to wait is lost, so it is sent again.
+        """
+        self._looked.clear()
+        while not self._leaving:
+            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+            if self._looked.wait(0.1):
+                return
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._end_now and not self._leaving:
             self._end_now = False
+            self._looked.set()
             raise KeyboardInterrupt
 
 

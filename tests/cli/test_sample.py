@@ -183,7 +183,7 @@ def test_a_word_that_the_base_does_not_know_is_refused(place: Path, capsys: pyte
     out, err = capsys.readouterr()
     message = json.loads(out)["error"]["message"]
     known = "(its words are: a, red, "
-    assert f'refuses the prompt "a red zebra": the tiny base does not know the word "zebra" {known}' in message
+    assert f'refuses the prompt "a red zebra": this base does not know the word "zebra" {known}' in message
     assert "bug" not in err
     assert "Traceback" not in err
     assert "sampling" not in err
