@@ -254,7 +254,8 @@ def test_a_job_servers_stop_lets_the_run_save(tmp_path: Path, twice: bool) -> No
             time.sleep(0.2)  # for the same word from above
             (tmp_path / "step-done").touch()
         process.communicate(timeout=30)
-        assert process.returncode == 143
+        # One more that comes when it has left already ends it as it ends any process.
+        assert process.returncode in ((143, -signal.SIGTERM) if twice else (143,))
         assert (tmp_path / "saved").exists() is not twice
     finally:
         (tmp_path / "step-done").touch()  # also where it heard nothing
