@@ -8,19 +8,28 @@ an HTTP service of its own, and runs, one behind the other, the commands that a 
    rows and tensors have to be equal to the bit;
 3. `bench` at every size, and with fewer ranks of the same rows each at the first size.
 
-Parts that would not end in `--seconds` are left out, and named. Prints every figure as it is found, then the table, and
-writes FOLDER/public_profile.json. Exits with 1 where something failed or a resume was not exact.
+Parts that would not end in `--seconds` are left out, and named; `--parts` names those that are wanted. Prints every
+figure as it is found, then the table, and writes FOLDER/public_profile.json. Exits with 1 where something failed or a
+resume was not exact.
+
+With `--nodes N` the ranks run on a Ray cluster of N nodes, which is started on this host for the purpose, each node
+with GPUs of its own. Where there are more nodes than GPUs, with one rank each, nodes share GPUs, and NCCL is told that
+they are other hosts, since it refuses one GPU for two ranks of a host: all goes over its sockets then, and times mean
+little; what a run does, saves and resumes is the same.
 
     python benchmarks/public_profile.py FOLDER [--ranks 4] [--shape cosmos3-nano] [--sizes 512 1024] [--seconds 600]
+    python benchmarks/public_profile.py FOLDER --ranks 2 --nodes 2 --parts start exact
     python benchmarks/public_profile.py FOLDER --ranks 2 --shape cosmos3-tiny --sizes 256 --set 'grid.device="cpu"'
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import statistics
 import subprocess
@@ -120,6 +129,70 @@ class Program:
         self._figures.found["failed"].append(" ".join(arguments))
         self._figures.say(f"failed with {process.returncode}: {arguments}; see {self._figures.folder / 'said.txt'}")
         return None
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [one for one in chosen.split(",") if one]
+    with contextlib.suppress(OSError):
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+        return [str(number) for number, _ in enumerate(line for line in lines if line.startswith("GPU "))]
+    return []
+
+
+def devices_of(node: int, nodes: int, ranks: int, there: Sequence[str]) -> list[str]:
+    """The GPUs of one node: as many as it has ranks, or one that it shares; none where there are none."""
+    each = ranks // nodes
+    if len(there) >= ranks:
+        return list(there[node * each : (node + 1) * each])
+    if there and each > 1:
+        raise SystemExit(f"{len(there)} GPUs for {ranks} ranks: nodes can share them only with one rank each")
+    return [there[node % len(there)]] if there else []
+
+
+@contextmanager
+def cluster(figures: Figures, nodes: int, ranks: int, there: Sequence[str]) -> Iterator[str]:
+    """A Ray cluster of so many nodes on this host, with a token of its own; its address. Ends what it started alone."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    started: list[subprocess.Popen[bytes]] = []
+    address = ""
+    try:
+        for node in range(nodes):
+            own = devices_of(node, nodes, ranks, there)
+            where = [f"--address={address}"] if address else ["--head", "--port=0", "--include-dashboard=false"]
+            size = [f"--num-cpus={ranks // nodes}", f"--num-gpus={len(own)}", f"--object-store-memory={256 << 20}"]
+            apart = {"CUDA_VISIBLE_DEVICES": ",".join(own), "NCCL_HOSTID": f"node-{node}", "NCCL_NVLS_ENABLE": "0"}
+            with (figures.folder / f"node_{node}.txt").open("w") as said:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *size, "--block"],
+                    env=os.environ | apart,
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+            started.append(process)
+            text = joined(process, figures.folder / f"node_{node}.txt")
+            address = address or re.findall(r"ray start --address='(\S+)'", text)[0]
+        yield address
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=40)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def joined(process: subprocess.Popen[bytes], said: Path) -> str:
+    """What `ray start` printed, once the node is there."""
+    by = time.monotonic() + 90
+    while time.monotonic() < by and process.poll() is None:
+        if "Ray runtime started" in (text := said.read_text()) and "block forever" in text:
+            return text
+        time.sleep(0.2)
+    raise SystemExit(f"a node of the Ray cluster did not start: see {said}")
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -293,31 +366,54 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--nodes", type=int, default=0, help="on a Ray cluster of so many nodes, started for it here")
+    parser.add_argument("--parts", nargs="+", choices=list(LEAST), default=list(LEAST))
     options = parser.parse_args()
+    if options.nodes and options.ranks % options.nodes:
+        parser.error(f"--ranks {options.ranks} is no multiple of --nodes {options.nodes}")
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     figures = Figures(folder, options.seconds - 15)
-    program = Program(figures, options.sets)
+    on_cpu = any("cpu" in one for one in options.sets if one.startswith("grid.device"))
+    there = [] if on_cpu else gpus()
+    with contextlib.ExitStack() as open_things:
+        if options.nodes:
+            address = open_things.enter_context(cluster(figures, options.nodes, options.ranks, there))
+            options.sets += [f'grid.address="{address}"', 'grid.strategy="spread"']
+            figures.say(f"{options.nodes} Ray nodes at {address} for {options.ranks} ranks on {len(there)} GPUs")
+        measure(options, figures, Program(figures, options.sets))
+    if there and len(there) < options.ranks:
+        figures.say(f"{options.ranks} ranks shared {len(there)} GPUs: what a step took is not what it takes")
+        figures.found["shared_gpus"] = len(there)
+    figures.keep()
+    print("\n".join(summary(figures.found, options.ranks, options.sizes[0])))
+    figures.say(f"figures in {folder / 'public_profile.json'}")
+    return 1 if figures.found["failed"] else 0
+
+
+def measure(options: argparse.Namespace, figures: Figures, program: Program) -> None:
+    """Every part that is wanted."""
+    folder: Path = options.folder
     base = folder / "base"
     if not (base / "model_index.json").exists():
         figures.say(f"writing a base of the shape {options.shape}")
         if program.run("bench", "--write-base", options.shape, str(base), sets=False) is None:
-            return 1
+            return
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     with reward_service(program) as url:
         figures.say(f"reward service at {url}")
         text = PROFILE.format(ranks=options.ranks, base=base, folder=folder, url=url, size=options.sizes[0])
         (folder / "profile.toml").write_text(text)
-        published(program, figures)
-        exact(program, figures)
+        if "start" in options.parts:
+            published(program, figures)
+        if "exact" in options.parts:
+            exact(program, figures)
+        if "bench" not in options.parts:
+            return
         for size in options.sizes:
             bench(program, figures, options.ranks, size, least=LEAST["bench"])
         for fewer in (n for n in (1, 2, 4, 8, 16, 32) if n < options.ranks):
             bench(program, figures, fewer, options.sizes[0], least=LEAST["bench"] * 0.7)
-    figures.keep()
-    print("\n".join(summary(figures.found, options.ranks, options.sizes[0])))
-    figures.say(f"figures in {folder / 'public_profile.json'}")
-    return 1 if figures.found["failed"] else 0
 
 
 if __name__ == "__main__":

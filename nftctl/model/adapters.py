@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nftctl.errors import Finding, ProfileRefused
 from nftctl.model.family import Denoiser
+from nftctl.model.rows import Rounded
 from nftctl.profile.schema import Lora
 from nftctl.profile.targets import malformed, matched, selects
 
@@ -46,18 +47,64 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
     ready: tuple[Tensor, Tensor] | None = None
     """A and B of the active adapter in the base's precision, for as long as `weights` says that nothing moves them."""
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        result: Tensor = self.base_layer(x)
-        if self._disable_adapters:
+    def forward(self, x: Tensor | Rounded, *_: Any, **__: Any) -> Tensor:
+        if not self.adapts:
+            result: Tensor = self.base_layer(x)
             return result
-        active: Any = self._active_adapter
-        name = active[0]
+        exact, down = unrounded(x), self.pair[0]
+        return self.with_low(x, nn.functional.linear(exact, down.to(exact.dtype)))
+
+    def with_low(self, x: Tensor | Rounded, low: Tensor) -> Tensor:
+        """The layer's answer to x [..., in], of which `low` [..., rank] is the adapter's first product."""
+        result: Tensor = self.base_layer(x)
+        return result + nn.functional.linear(low, self.pair[1].to(low.dtype)) * self.scaling[self._active_adapter[0]]
+
+    @property
+    def adapts(self) -> bool:
+        """Whether an adapter is on."""
+        return not self._disable_adapters
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank] of the active adapter."""
+        if self.ready is not None:
+            return self.ready
+        name: Any = self._active_adapter[0]
         down: Any = self.lora_A[name].weight
         up: Any = self.lora_B[name].weight
-        if self.ready is not None:
-            down, up = self.ready
-        low = nn.functional.linear(x, down.to(x.dtype))
-        return result + nn.functional.linear(low, up.to(x.dtype)) * self.scaling[name]
+        return down, up
+
+
+def unrounded(x: Tensor | Rounded) -> Tensor:
+    """Of rounded rows those before they were rounded; raises ValueError where they were not kept."""
+    if isinstance(x, Tensor):
+        return x
+    if x.exact is None:
+        raise ValueError("an adapter reads rows of which only the rounded ones were kept")
+    return x.exact
+
+
+def reads_exact(*modules: nn.Module) -> bool:
+    """Whether one of these has an adapter on, which reads its rows unrounded."""
+    return any(isinstance(module, AdaptedLinear) and module.adapts for module in modules)
+
+
+def together(x: Tensor | Rounded, *modules: nn.Module) -> list[Tensor]:
+    """What each of several linear modules makes of x [..., in], one by one as far as results go.
+
+    Adapters whose matrices nothing moves now (`ready`) read x once for all of them: a product with so few columns takes
+    as long as reading it.
+    """
+    waits = [isinstance(module, AdaptedLinear) and module.adapts and module.ready is not None for module in modules]
+    if sum(waits) < 2:
+        return [module(x) for module in modules]
+    adapted = cast("list[AdaptedLinear]", [module for module, wait in zip(modules, waits, strict=True) if wait])
+    downs = [module.pair[0] for module in adapted]
+    lows = iter(nn.functional.linear(unrounded(x), torch.cat(downs)).split([len(down) for down in downs], dim=-1))
+    return [
+        cast(AdaptedLinear, module).with_low(x, next(lows)) if wait else module(x)
+        for module, wait in zip(modules, waits, strict=True)
+    ]
 
 
 def match_targets(denoiser: Denoiser, targets: list[str]) -> list[str]:

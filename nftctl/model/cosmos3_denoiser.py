@@ -20,8 +20,11 @@ from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import get_3d_mrope_ids_va
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from nftctl.model import rows
+from nftctl.model.adapters import reads_exact, together
 from nftctl.model.cosmos3_encoder import PromptCache, rotate, split_heads
 from nftctl.model.family import Conditioning, Denoiser, Reading
+from nftctl.model.rows import Rounded
 from nftctl.staging import send
 
 # Of the whole transformer: heads for sound and action, which belong to neither tower.
@@ -164,7 +167,7 @@ class GenerationAttention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Rounded,
         keys: Tensor,
         values: Tensor,
         cos: Tensor,
@@ -173,18 +176,23 @@ class GenerationAttention(nn.Module):
         packing: Packing | None,
         repeats: Tensor | None,
     ) -> Tensor:
-        """x [B, N, width]; keys and values [B, kv_heads, L, D] of the prompt -> [B, N, width]."""
-        own_q = rotate(self.norm_added_q(self._heads(self.add_q_proj(x))).transpose(1, 2), cos, sin)
-        own_k = rotate(self.norm_added_k(self._heads(self.add_k_proj(x))).transpose(1, 2), cos, sin)
-        own_v = self._heads(self.add_v_proj(x)).transpose(1, 2)
+        """x [B, N, width], rounded or not; keys and values [B, kv_heads, L, D] of the prompt -> [B, N, width]."""
+        own = [self._heads(part) for part in together(x, self.add_q_proj, self.add_k_proj, self.add_v_proj)]
+        own_q = rotate(self.norm_added_q(own[0]).transpose(1, 2), cos, sin)
+        own_k = rotate(self.norm_added_k(own[1]).transpose(1, 2), cos, sin)
+        own_v = own[2].transpose(1, 2)
+        rounds = isinstance(x, Rounded)
         if repeats is not None:
-            out = _filled(own_q, own_k, own_v, keys, values, repeats)
-        elif packing is None:
-            out = _masked(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), mask)
+            keeps = reads_exact(self.to_add_out)
+            out = _filled(own_q, own_k, own_v, keys, values, repeats, keeps=keeps, rounds=rounds)
         else:
-            packed = [_packed(own, prompt, packing) for own, prompt in ((own_k, keys), (own_v, values))]
-            out = _ragged(own_q, packed[0], packed[1], packing)
-        projected: Tensor = self.to_add_out(out.flatten(2))
+            if packing is None:
+                out = _masked(own_q, torch.cat((keys, own_k), dim=2), torch.cat((values, own_v), dim=2), mask)
+            else:
+                packed = [_packed(own, prompt, packing) for own, prompt in ((own_k, keys), (own_v, values))]
+                out = _ragged(own_q, packed[0], packed[1], packing)
+            out = rows.rounded(out.flatten(2)) if rounds else out.flatten(2)
+        projected: Tensor = self.to_add_out(out)
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -204,13 +212,10 @@ def _masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) 
 class _Filled(torch.autograd.Function):
     """Attention over filled prompts and the image's own keys; queries and the latter two get gradients.
 
-    With lse' = log(sum + repeats e^l), l being the last prompt key's logit and sum that over the true keys, a repeat
-    adds nothing but e^l to the denominator, since its value is zero: out = out' / (1 - repeats e^(l - lse')). As l is
-    a true key's, e^l <= sum, so the divisor is at least 1 / (1 + repeats) and no digits are lost, whatever the logits.
-
-    The kernel's backward computes shares anew, as e^(logit - lse), and takes what they are worth from out. Given the
-    true out and the true lse it is exact for every true key; the repeats' keys are zeros by then, so whatever share it
-    finds for them adds zero to the queries' gradient, and their own is not asked for.
+    What the repeats add to the denominators is taken off by `rows.true_share`. The kernel's backward computes shares
+    anew, as e^(logit - lse), and takes what they are worth from out. Given the true out and the true lse it is exact
+    for every true key; the repeats' keys are zeros by then, so whatever share it finds for them adds zero to the
+    queries' gradient, and their own is not asked for.
     """
 
     @staticmethod
@@ -219,11 +224,8 @@ class _Filled(torch.autograd.Function):
     ) -> Tensor:
         every, worth = torch.cat((keys, own_keys), dim=2), torch.cat((values, own_values), dim=2)
         out, normaliser, *state = _dense(queries, every, worth)
-        grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
-        last = (grouped * keys[:, :, None, -1:].float()).sum(-1).flatten(1, 2) * queries.shape[-1] ** -0.5
-        surplus = repeats * torch.exp(last - normaliser)
-        out = (out / (1 - surplus)[..., None]).to(out.dtype)
-        ctx.save_for_backward(queries, every, worth, out, normaliser + torch.log1p(-surplus), repeats, *state)
+        out, normaliser = rows.true_share(out, normaliser, queries, keys, repeats)
+        ctx.save_for_backward(queries, every, worth, out, normaliser, repeats, *state)
         ctx.prompt = keys.shape[2]
         return out
 
@@ -238,11 +240,23 @@ class _Filled(torch.autograd.Function):
 
 
 def _filled(
-    queries: Tensor, own_keys: Tensor, own_values: Tensor, keys: Tensor, values: Tensor, repeats: Tensor
-) -> Tensor:
-    """Heads first; the prompts' last keys occur `repeats` [B, 1, 1] times too often. Returns [B, N, heads, D]."""
-    out: Tensor = _Filled.apply(queries, own_keys, own_values, keys, values, repeats)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2)
+    queries: Tensor,
+    own_keys: Tensor,
+    own_values: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    repeats: Tensor,
+    *,
+    keeps: bool,
+    rounds: bool,
+) -> Tensor | Rounded:
+    """Heads first; the prompts' last keys occur `repeats` [B, 1, 1] times too often. Returns [B, N, heads * D]."""
+    if rounds or (rows.has_kernels(queries) and not torch.is_grad_enabled()):
+        every, worth = torch.cat((keys, own_keys), dim=2), torch.cat((values, own_values), dim=2)
+        out, normaliser, *_ = _dense(queries, every, worth)
+        return rows.finished(out, normaliser, queries, keys, repeats, keeps=keeps, rounds=rounds)
+    found: Tensor = _Filled.apply(queries, own_keys, own_values, keys, values, repeats)  # type: ignore[no-untyped-call]
+    return found.transpose(1, 2).flatten(2)
 
 
 def _dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -290,11 +304,32 @@ class GenerationLayer(nn.Module):
         self.input_layernorm_moe_gen = stock.input_layernorm_moe_gen
         self.post_attention_layernorm_moe_gen = stock.post_attention_layernorm_moe_gen
 
+    lowered = False
+    """Whether its products are FP8's now, which take rows that come rounded."""
+
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, *placing: Any) -> Tensor:
         """hidden [B, N, width] -> the same shape. `placing`: cosine, sine, mask, packing and repeats."""
-        hidden = hidden + self.self_attn(self.input_layernorm_moe_gen(hidden), keys, values, *placing)
-        moved: Tensor = self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(hidden))
-        return hidden + moved
+        attn, mlp = self.self_attn, self.mlp_moe_gen
+        x = self._normed(hidden, self.input_layernorm_moe_gen, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        hidden = hidden + attn(x, keys, values, *placing)
+        if mlp.hidden_act != "silu":
+            return hidden + mlp(self.post_attention_layernorm_moe_gen(hidden))
+        x = self._normed(hidden, self.post_attention_layernorm_moe_gen, mlp.gate_proj, mlp.up_proj)
+        return hidden + self._gated(mlp, x)
+
+    def _normed(self, hidden: Tensor, norm: nn.Module, *readers: nn.Module) -> Tensor | Rounded:
+        if self.lowered:
+            return rows.normed(hidden, norm, keeps=reads_exact(*readers))
+        normed: Tensor = norm(hidden)
+        return normed
+
+    def _gated(self, mlp: Any, x: Tensor | Rounded) -> Tensor:
+        if not self.lowered:
+            moved: Tensor = mlp(x)
+            return moved
+        gate, up = together(x, mlp.gate_proj, mlp.up_proj)
+        rounded: Tensor = mlp.down_proj(rows.gated(gate, up, keeps=reads_exact(mlp.down_proj)))
+        return rounded
 
 
 class Cosmos3Denoiser(Denoiser):

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from nftctl.errors import EnvironmentUnfit
 from nftctl.model import shard
 from nftctl.model.family import Denoiser
+from nftctl.model.rows import Rounded, quantise, rounded
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest finite e4m3 number."""
 MULTIPLE = 16
 """Both sides of a weight have to be whole multiples of this for the hardware's product."""
 
@@ -36,30 +34,26 @@ class RolloutLinear(nn.Linear):
     quantised: Quantised | None = None
     """Set only while a rollout asks for it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.quantised is None:
-            return F.linear(x, self.weight, self.bias)
-        y = product(x, *self.quantised)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor | Rounded) -> Tensor:
+        if self.quantised is not None:
+            row = x if isinstance(x, Rounded) else rounded(x)
+            y = product(row, *self.quantised, self.weight.dtype)
+            return y if self.bias is None else y + self.bias
+        if isinstance(x, Rounded):
+            raise ValueError("rounded rows, and no quantised weight to multiply them by")
+        return F.linear(x, self.weight, self.bias)
 
 
-def quantise(x: Tensor) -> Quantised:
-    """Round each row of x [rows, n] to e4m3 after scaling its largest magnitude to 448; a row of zeros stays zeros."""
-    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
-
-
-def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [..., in] in any float precision times a quantised weight [out, in], transposed -> [..., out] in x's."""
-    rounded, rows = quantise(x.flatten(0, -2))
-    if x.is_cuda:
+def product(x: Rounded, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., in] times a quantised weight [out, in], transposed -> [..., out] in `dtype`."""
+    if x.values.is_cuda:
         # Accumulated in the tensor cores' own precision; scales are applied to the sum.
         y = torch._scaled_mm(
-            rounded, weight.t(), scale_a=rows, scale_b=scale.t(), out_dtype=x.dtype, use_fast_accum=True
+            x.values, weight.t(), scale_a=x.scales, scale_b=scale.t(), out_dtype=dtype, use_fast_accum=True
         )
     else:
-        y = (F.linear(rounded.float(), weight.float()) * rows * scale.t()).to(x.dtype)
-    return y.view(*x.shape[:-1], -1)
+        y = (F.linear(x.values.float(), weight.float()) * x.scales * scale.t()).to(dtype)
+    return y.view(*x.shape, -1)
 
 
 def eligible(denoiser: Denoiser) -> list[nn.Linear]:
@@ -87,6 +81,14 @@ class Fp8Rollout:
         for module in self._modules:
             module.__class__ = RolloutLinear
         self._weights: list[Quantised] = []
+        # Layers that can be handed rounded rows, which needs every one of their products to be one of these.
+        self._units: list[Any] = [
+            unit for unit in denoiser.compile_units() if hasattr(unit, "lowered") and self._all_of(unit)
+        ]
+
+    def _all_of(self, unit: Any) -> bool:
+        adapters_apart = [m for name, m in unit.named_modules() if ".lora_" not in name]
+        return all(isinstance(m, RolloutLinear) for m in adapters_apart if type(m) in (nn.Linear, RolloutLinear))
 
     @property
     def modules(self) -> int:
@@ -102,10 +104,12 @@ class Fp8Rollout:
             self._weights = [quantise(module.weight) for module in self._modules]
         for module, weight in zip(self._modules, self._weights, strict=True):
             module.quantised = weight
-        self._denoiser.lowered = True
+        for unit in (self._denoiser, *self._units):
+            unit.lowered = True
         try:
             yield
         finally:
-            self._denoiser.lowered = False
+            for unit in (self._denoiser, *self._units):
+                unit.lowered = False
             for module in self._modules:
                 module.quantised = None

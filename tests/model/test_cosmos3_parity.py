@@ -259,7 +259,8 @@ def test_what_repeats_add_is_taken_off_whatever_the_logits_are(shift: float, las
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cosmos3_denoiser, "_dense", dense)
         patch.setattr(cosmos3_denoiser, "_dense_backward", dense_backward)
-        seen = cosmos3_denoiser._filled(*own, filled, torch.cat((worth, none), dim=2), torch.full((1, 1, 1), 100.0))
+        repeats, values = torch.full((1, 1, 1), 100.0), torch.cat((worth, none), dim=2)
+        seen = cosmos3_denoiser._filled(*own, filled, values, repeats, keeps=True, rounds=False).unflatten(2, (4, -1))
         grads = torch.autograd.grad((seen.transpose(1, 2) * weight).sum(), own)
     torch.testing.assert_close(seen.transpose(1, 2).double(), exact, rtol=2e-3, atol=1e-5)
     # Rounding the result to bfloat16 alone would move gradients by more.

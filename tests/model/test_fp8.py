@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nftctl.errors import ProfileRefused
-from nftctl.model import adapters, fp8, shard
+from nftctl.model import adapters, fp8, rows, shard
 from nftctl.model.cosmos3 import split
 from nftctl.profile.schema import Lora
 from nftctl.roles.build import _lowered
@@ -53,7 +53,9 @@ def test_the_product_is_that_of_the_rounded_factors() -> None:
     x, weight = torch.randn(2, 5, 64, generator=generator), torch.randn(32, 64, generator=generator)
     (a, sa), (b, sb) = fp8.quantise(x.flatten(0, 1)), fp8.quantise(weight)
     exact = (a.double() * sa.double()) @ (b.double() * sb.double()).T
-    torch.testing.assert_close(fp8.product(x, b, sb).double().flatten(0, 1), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        fp8.product(rows.rounded(x), b, sb, x.dtype).double().flatten(0, 1), exact, rtol=1e-5, atol=1e-4
+    )
 
 
 def test_a_rollout_sees_it_and_nothing_else_does() -> None:
