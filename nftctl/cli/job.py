@@ -19,7 +19,7 @@ from nftctl.cli.completion import runs_folder
 from nftctl.cli.console import Console, table
 from nftctl.cli.progress import reporter_for
 from nftctl.cli.report import left_behind
-from nftctl.cli.signals import StopSignals
+from nftctl.cli.signals import NOTHING, StopSignals
 from nftctl.cli.validate import every_rule, load_checked
 from nftctl.cli.view import View
 from nftctl.errors import ExitCode, Finding, NftctlError, UsageRefused
@@ -134,7 +134,7 @@ def resume(
     plan = replace(plan, restart=restart)
     if plan.parent:  # after the lock, which would make the run itself look like one that is running
         refuse_impossible(plan.run_path)
-        refuse_used(plan.run_path, "use --fork with another name")
+        refuse_used(plan.run_path, "use --fork with another name", again="")
     _go_on(console, "resume", plan, warnings, dry_run=dry_run)
 
 
@@ -164,13 +164,13 @@ def _go_on(console: Console, command: str, plan: JobPlan, warnings: Sequence[Fin
 def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Finding]) -> None:
     samples = plan.profile.data.rows_per_step * plan.profile.rl.group_size
     reporter = reporter_for(console, View(plan.run_path.name, samples, step=plan.state.step))
-    with StopSignals() as signals:
+    with StopSignals(lambda: left_of(plan.run_path)) as signals:
         console.say(f"run folder {plan.run_path}")
         from nftctl.cli.restarts import goes_on_by_itself
-        from nftctl.engine.loop import request_stop, run_job
+        from nftctl.engine.loop import request_stop, run_job, stage
         from nftctl.run.directory import RunDirectory, begin_again
 
-        signals.arm(request_stop, lambda: reporter.last_step)
+        signals.arm(request_stop, lambda: reporter.last_step, stage)
         try:
             summary = run_job(plan, reporter)
         except NftctlError as error:
@@ -192,12 +192,26 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
         raise typer.Exit(code)
 
 
+def left_of(run: Path) -> str:
+    """What there is of a run that was ended at once, and the command that goes on from there."""
+    from nftctl.run.directory import RunDirectory, begin_again, go_on
+
+    try:
+        if way := go_on(run):
+            return f"what was saved in {run} stays valid; go on with: {way}"
+        return f"{NOTHING}; run folder {run}; {begin_again(RunDirectory.open(run))}"
+    except (NftctlError, OSError):  # before there was a folder, or without the storage
+        return NOTHING
+
+
 def closing_words(summary: Mapping[str, Any], again: str = "") -> list[str]:
     """What a run came to, and what to type next; without a checkpoint that is `again`."""
     run, steps, typed = summary["run"], summary["steps"], shlex.quote(str(summary["run"]))
     rows = [("", "")]
     if summary.get("stopped"):
         rows.append(("stopped", f"by {summary['stopped']} after step {steps['to']} of {steps['total']}"))
+    elif summary.get("interrupt"):
+        rows.append(("finished", f"after step {steps['to']}; {summary['interrupt']} came when none was left"))
     rows += _rewards(summary)
     rows += [(name, str(summary[name])) for name in ("samples", "checkpoint", "report") if summary.get(name)]
     rows.append(("run folder", run))

@@ -7,40 +7,63 @@ nothing is ever accepted after it, so nothing behind it can be dropped in silenc
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import typer
+try:
+    import contextlib
+    import traceback
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any
 
-from nftctl.cli.app import COMMANDS, app
-from nftctl.cli.console import Console
-from nftctl.cli.signals import Stopped
-from nftctl.errors import ExitCode, NftctlError, ProfileRefused, ResumeRefused, TrainingFailed, UsageRefused
+    import typer
+
+    from nftctl.cli.app import COMMANDS, app
+    from nftctl.cli.console import Console
+    from nftctl.cli.signals import Interrupted, Stopped, write_now
+    from nftctl.errors import ExitCode, NftctlError, ProfileRefused, ResumeRefused, TrainingFailed, UsageRefused
+except KeyboardInterrupt:
+    # Half of a command's time is its imports, and nobody who interrupts them wants to see where.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 PROGRAM = "nftctl"
+INTERRUPTED = "interrupted"
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        # A name that is not valid text must not end a message half way.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    arguments = sys.argv[1:]
     try:
-        return _left(run(arguments))
+        for stream in (sys.stdout, sys.stderr):
+            # A name that is not valid text must not end a message half way.
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        return _left(run(sys.argv[1:]))
     except BrokenPipeError:
         # Whoever read our output has gone; the interpreter must not try to flush into the closed pipe again.
         # They have what they wanted: `nftctl ... | head -1` did its work.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except KeyboardInterrupt:  # before the command line was looked at, or just when another one was about to be told
+        _hear_no_more()
+        write_now(f"{INTERRUPTED}\n")
+        return ExitCode.SIGINT
+
+
+def _hear_no_more() -> None:
+    """Ignore interrupts while this process ends: one press can come as several signals, and the interpreter would be
+    killed by the next one while it leaves."""
+    with contextlib.suppress(ValueError):  # not in the main thread, which alone is interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _left(code: int) -> int:
     """The exit code; of a process that cannot leave its Ray cluster any more, it is the last thing that it says."""
+    # What is done cannot be interrupted any more; what is left of a Ray may hang, and then somebody wants out.
+    if code in (ExitCode.SIGINT, ExitCode.SIGTERM) or "ray" not in sys.modules:
+        _hear_no_more()
     head = sys.modules.get("nftctl.engine.head")
     if head is not None and head.abandoned:
         sys.stdout.flush()
@@ -72,9 +95,11 @@ def run(arguments: Sequence[str]) -> int:
     except NftctlError as error:
         return failure.known(error)
     except Stopped as error:
+        _hear_no_more()
         return failure.stopped(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return failure.stopped("interrupted", ExitCode.SIGINT)
+    except (KeyboardInterrupt, Interrupted, typer.Abort):
+        _hear_no_more()
+        return failure.stopped(INTERRUPTED, ExitCode.SIGINT)
     except Exception as error:
         return failure.bug(error)
 
@@ -94,7 +119,9 @@ class _Failure:
         message = error.format_message()
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else f"{PROGRAM} {self._command}".rstrip()
-        self._console.error(message)
+        parameters = getattr(getattr(context, "command", None), "params", ())
+        named = "unexpected extra argument" in message and any("--profile" in p.opts for p in parameters)
+        self._console.error(message, f"a profile is named by an option here: {path} --profile PROFILE" if named else "")
         self._console.say(f"try: {path} --help")
         return self._end(error.exit_code, message, f"{path} --help")
 

@@ -1,7 +1,8 @@
 """`nftctl reward-ping`: is every reward service there, is it the right one, how fast is it, and can it score an image.
 
-Owns which services are asked and what is said about them. All are asked, also when one has failed; a failure names URL,
-phase and time, and ends the command with exit code 4. An embedded scorer is started here as a run would start it.
+Owns which services are asked, those of training and of evaluations, and what is said about them. All are asked, also
+when one has failed; a failure names URL, phase and time, and ends the command with exit code 4. An embedded scorer is
+started here as a run would start it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from nftctl.profile.schema import Profile, Provider, Reward
 
 PROTOCOLS = ("nftctl-reward/1", "cosmos-rl")
+SECTIONS = {"reward": "training", "eval": "evaluations"}
+"""Section of a profile -> who asks the services that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +47,49 @@ def ping(argument: str | None, address: Address, wishes: Wishes, *, json: bool) 
     console = Console(json=json)
     if address.url is None:
         _only_with_url(address)
-        step: Step | None
-        profile, step = _from_profile(console, argument)
+        profile, steps = _from_profile(console, argument)
     elif argument is not None:
         raise UsageRefused("give a profile or --url, not both")
     else:
-        profile, step = _from_address(address), None
+        profile, steps = _from_address(address), {}
     answers, failures = [], []
-    for provider in profile.reward.providers:
+    asked = _asked(profile)
+    apart = any("eval" in sections for _, sections in asked)
+    for provider, sections in asked:
+        of = {"sections": sections} if steps else {}
         try:
-            answers.append(_ask(console, provider, profile, step, wishes))
+            answers.append(of | _ask(console, provider, profile, steps.get(sections[0]), wishes))
         except RewardFailed as failure:
             failures.append({"message": failure.message, "hint": failure.hint})
-            answers.append({"name": provider.name, "url": provider.url or None, "ok": False, "error": failures[-1]})
+            error = {"name": provider.name, "url": provider.url or None, "ok": False, "error": failures[-1]}
+            answers.append(of | error)
             console.error(failure.message, failure.hint)
-        for line in _lines(answers[-1], profile.reward):
+        for line in _lines(answers[-1], profile.reward, apart=apart):
             console.data(line)
     if not failures:
         console.result("reward-ping", services=answers)
         return
     console.result("reward-ping", exit_code=ExitCode.REWARD, services=answers, error=failures[0])
     raise typer.Exit(ExitCode.REWARD)
+
+
+def _asked(profile: Profile) -> list[tuple[Provider, list[str]]]:
+    """Each service of the profile, with the sections that name it."""
+    found = [(provider, ["reward"]) for provider in profile.reward.providers]
+    for judge in profile.eval.providers if profile.eval.prompt_file else []:
+        known = next((sections for provider, sections in found if _service(provider) == _service(judge)), None)
+        if known is None:
+            found.append((judge, ["eval"]))
+        elif "eval" not in known:
+            known.append("eval")
+    return found
+
+
+def _service(provider: Provider) -> dict[str, Any]:
+    """What a provider says of the service itself: not how its scores are called and weighed."""
+    name = provider.name if provider.protocol == "cosmos-rl" else ""
+    own = provider.model_dump(exclude={"name", "weight", "scale", "clip"})
+    return own | {"reward_fn": own["reward_fn"] or name, "score_key": own["score_key"] or name}
 
 
 def _only_with_url(address: Address) -> None:
@@ -97,31 +122,32 @@ def _from_address(address: Address) -> Profile:
     return Profile(reward=Reward(providers=[provider]))
 
 
-def _from_profile(console: Console, argument: str | None) -> tuple[Profile, Step]:
-    """A profile of which only what concerns its rewards has to be right."""
+def _from_profile(console: Console, argument: str | None) -> tuple[Profile, dict[str, Step]]:
+    """A profile of which only what concerns its rewards has to be right, and what its sections send."""
     from nftctl.profile.load import find_profile, load_profile
     from nftctl.profile.preflight import check
 
     path, which = find_profile(argument, os.environ, Path.cwd())
     console.say(which)
     resolved = load_profile(path)
-    findings = [f for f in check(resolved) if f.severity == "error" and f.key.split(".")[0] == "reward"]
+    findings = [f for f in check(resolved) if f.severity == "error" and f.key.startswith(("reward", "eval.providers"))]
     if findings:
         raise ProfileRefused(findings)
     if not resolved.profile.reward.providers:
         raise UsageRefused(f"{resolved.name} has no reward provider", hint="ask a service with --url")
-    return resolved.profile, _step(resolved)
+    files = resolved.profile.data.prompt_file, resolved.profile.eval.prompt_file
+    return resolved.profile, {"reward": _step(resolved, files[0], "train"), "eval": _step(resolved, files[1], "test")}
 
 
-def _step(resolved: Resolved) -> Step:
-    """The images of the profile's steps, with its first prompt, where there is one."""
+def _step(resolved: Resolved, prompts: str, split: Literal["train", "test"]) -> Step:
+    """The images of the profile's steps, with the first of these prompts, where there is one."""
     from nftctl.profile.prompts import read_prompts, resolve_prompt_file
 
     profile = resolved.profile
     model = profile.model
     step = Step(height=model.height, width=model.width, rows=profile.data.rows_per_step, ranks=profile.ranks)
     try:
-        first = read_prompts(resolve_prompt_file(profile.data.prompt_file, "train"))[0]
+        first = read_prompts(resolve_prompt_file(prompts, split))[0]
     except ProfileRefused:
         return step
     return replace(step, prompt=first.reward_text, metadata=first.metadata)
@@ -154,13 +180,16 @@ def _embedded(provider: Provider, profile: Profile) -> Iterator[tuple[str, str]]
         yield started[provider.name].endpoint.url, revision
 
 
-def _lines(answer: dict[str, Any], reward: Reward) -> Sequence[str]:
+def _lines(answer: dict[str, Any], reward: Reward, *, apart: bool = False) -> Sequence[str]:
+    """The answer for people; `apart` says who asks the service, where not all are asked by all."""
+    of = " and ".join(SECTIONS[section] for section in answer["sections"]) if apart else ""
     if not answer["ok"]:
-        return [f"{answer['name']}: failed"]
+        return [f"{answer['name']}{f' ({of})' if of else ''}: failed"]
     latency, toy, load = answer["latency_ms"], answer["toy"], answer["load"]
     times = f"p50 {latency['p50']} ms, p95 {latency['p95']} ms, max {latency['max']} ms over {latency['count']}"
     rows = [
         (answer["name"], f"{answer['url']} ({answer['service']}, {answer['protocol']})"),
+        *([("  asked by", of)] if of else []),
         ("  revision", _revision(answer["revision"])),
         ("  latency", times),
         ("  toy image", f"score {toy['score']:.4f} for {toy['prompt']!r}"),

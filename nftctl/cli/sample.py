@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nftctl.model.trained import Trained
     from nftctl.profile.prompts import Prompt
     from nftctl.profile.schema import Profile
+    from nftctl.profile.t2i import T2iProfile
 
 DEVICES = ("auto", "cpu", "cuda")
 MOST_PROMPTS = 64
@@ -60,7 +61,7 @@ def sample(target: str, wishes: Wishes, out: Path, images: Path | None, *, json:
     trained = open_trained(checkpoint, hashes=False)
     profile = _profile(trained)
     sheet = _sheet(trained, profile, wishes)
-    trained.base_place(wishes.base)
+    _refuse_unknown_words(trained.base_place(wishes.base), trained.contract, profile, sheet, wishes)
     console.say(f"hashing {checkpoint}")
     trained = open_trained(checkpoint)
     base = trained.base(wishes.base, console.say)
@@ -108,6 +109,22 @@ def _refuse_bad_numbers(wishes: Wishes) -> None:
         raise UsageRefused(f"--guidance is a finite number of 0 or more, got {wishes.guidance:g}")
     if wishes.shift is not None and not (math.isfinite(wishes.shift) and wishes.shift > 0):
         raise UsageRefused(f"--shift is a finite number above 0, got {wishes.shift:g}")
+
+
+def _refuse_unknown_words(base: Path, contract: T2iProfile, profile: Profile, sheet: Sheet, wishes: Wishes) -> None:
+    """Refuse a prompt by the files of the base's tokenizer alone, where they say which words there are."""
+    from nftctl.profile.artifacts import known_words, local
+    from nftctl.profile.vocabulary import known, lacking, no_words
+
+    if not contract.embedded or not (wishes.prompts or wishes.prompt_file is not None):
+        return
+    given = profile.model.tokenizer
+    folders = [local(given)] if given else [base / part for part in ("tokenizer", "text_tokenizer")]
+    words = next(filter(None, map(known_words, folders)), ())
+    unknown = {prompt.text: lacking(prompt.text, words) for prompt in sheet.prompts} if words else {}
+    wrong = [f"the prompt {text!r}: {no_words(found)}" for text, found in unknown.items() if found]
+    if wrong:
+        raise UsageRefused("; ".join(wrong), hint=known(words))
 
 
 def _refuse_unreadable(family: Family, sheet: Sheet, wishes: Wishes) -> None:

@@ -24,13 +24,19 @@ WAKE = signal.SIGURG
 """Sent to the main thread alone, so that it looks up. Means nothing, and one that comes late is ignored by default."""
 RESTARTS_LEFT = "_NFTCTL_RESTARTS_LEFT"
 """Set for an attempt under `--max-restarts`: how many more may follow it. No key of a profile, so it has no section."""
-SAVED = "what was saved stays valid"
+NOTHING = "nothing was saved"
+STARTING = "ending the start, a matter of seconds; press again to stop now"
+ENDING = "the last step is done: ending; press again to stop now"
+
+
+class Interrupted(Exception):
+    """A command without a job was ended by Ctrl-C."""
 
 
 class Stopped(Exception):
     """The command was ended at once by a signal; nothing more was saved. `left` says what there is then."""
 
-    def __init__(self, signum: int, left: str = SAVED) -> None:
+    def __init__(self, signum: int, left: str = NOTHING) -> None:
         name = signal.Signals(signum).name
         super().__init__(f"stopped at once by {name}; {left}")
         self.exit_code = 128 + signum
@@ -39,16 +45,17 @@ class Stopped(Exception):
 class StopSignals:
     """Handlers for the time of a job. Before `arm` there is nothing to save, so the first signal already ends it.
 
-    `left` says what there is of a job that was ended at once. A thread hears and counts the signals, through the pipe
-    that the interpreter's own handler writes to: the main thread may be busy for a second, and would then find two
-    presses of Ctrl-C as one.
+    `left` says what there is of a job that was ended at once; it is asked at the end. A thread hears and counts the
+    signals, through the pipe that the interpreter's own handler writes to: the main thread may be busy for a second,
+    and would then find two presses of Ctrl-C as one.
     """
 
-    def __init__(self, left: str = SAVED) -> None:
+    def __init__(self, left: Callable[[], str] | str = NOTHING) -> None:
         self._left = left
         self._is_attempt = RESTARTS_LEFT in os.environ
         self._request: Callable[[int], None] | None = None
         self._step: Callable[[], int] = int
+        self._stage: Callable[[], str] = str
         self._seen: list[int] = []
         self._end_now = False
         self._leaving = False
@@ -79,11 +86,16 @@ class StopSignals:
         signal.signal(WAKE, self._former_wake)
         if isinstance(error, KeyboardInterrupt) or (error is None and self._end_now):
             asked = [signum for signum in self._seen if signum != AT_ONCE]
-            raise Stopped(asked[-1] if asked else signal.SIGINT, self._left) from None
+            left = self._left if isinstance(self._left, str) else self._left()
+            raise Stopped(asked[-1] if asked else signal.SIGINT, left) from None
 
-    def arm(self, request: Callable[[int], None], step: Callable[[], int]) -> None:
-        """From now on the first signal calls `request(signum)`; `step` tells the number of the last finished step."""
-        self._request, self._step = request, step
+    def arm(self, request: Callable[[int], None], step: Callable[[], int], stage: Callable[[], str] = str) -> None:
+        """From now on the first signal calls `request(signum)`; `step` tells the number of the last finished step.
+
+        While `stage` says "starting" there is nothing to finish, and the first signal ends the job; once it says
+        "ending" there is no step to finish.
+        """
+        self._request, self._step, self._stage = request, step, stage
 
     def _listen(self, ear: int) -> None:
         """Until the other end is closed: ask at the first signal, end at every further one that counts."""
@@ -97,12 +109,14 @@ class StopSignals:
             self._seen.append(heard[0])
             if self._request is not None and self._is_attempt and heard[0] != AT_ONCE and len(self._seen) > 1:
                 continue
-            if self._request is not None and heard[0] != AT_ONCE and len(self._seen) == 1:
+            first = self._request is not None and heard[0] != AT_ONCE and len(self._seen) == 1
+            stage = self._stage()
+            if self._request is not None and first and stage != "starting":
                 self._request(heard[0])
-                step = self._step()
-                what = f"finishing step {step + 1}, then saving" if step else "ending before or after the first step"
-                write_now(f"\n{what}; press again to stop now\n")
+                write_now(f"\n{self._asked(stage)}\n")
             else:
+                if first:
+                    write_now(f"\n{STARTING}\n")
                 self._end_now = True
                 # The main thread may have looked before this was known. This makes it look again, and writes into
                 # the pipe as a signal does.
@@ -110,6 +124,11 @@ class StopSignals:
                 _thread.interrupt_main(signal.Signals(heard[0]))
                 self._wake()
         os.close(ear)
+
+    def _asked(self, stage: str) -> str:
+        step = self._step()
+        what = f"finishing step {step + 1}, then saving" if step else "ending before or after the first step"
+        return ENDING if stage == "ending" else f"{what}; press again to stop now"
 
     def _wake(self) -> None:
         """Until the main thread has looked: it may be waiting in a lock, from which a signal of its own wakes it.

@@ -239,13 +239,31 @@ def _to_slurm(console: Console, source: Source, options: Options) -> None:
     name = resolved.profile.job.name
     text = slurm.script(profile_text(resolved), name, size, token_variables(resolved), wishes)
     console.say(f"run {name}: {size.describe()}")
-    tested = slurm.test_only(text)
-    if tested is not None and tested[0]:
-        console.say(f"sbatch --test-only accepts it: {tested[1]}")
-    elif tested is not None:
-        console.warn(f"sbatch --test-only refuses it: {tested[1]}")
-    extra = {"test_only": None if tested is None else {"ok": tested[0], "message": tested[1]}}
+    extra = {"test_only": _say_tested(console, slurm.test_only(text))}
     _hand_out(console, "slurm", text, resolved, size, warnings, options, "sbatch {}", extra)
+
+
+_UNASKED = re.compile(
+    r"contact slurm controller|configuration source|connection failure|connection refused|timed out|zero bytes were"
+    r"|slurmctld|^sbatch --test-only:",
+    re.IGNORECASE,
+)
+"""What an sbatch says that could not ask, of its controller or of the way there; the last is our own word."""
+
+
+def _say_tested(console: Console, tested: tuple[bool, str] | None) -> dict[str, Any] | None:
+    """Say what Slurm thinks of the script; as JSON, where `ok` is null when nobody answered."""
+    if tested is None:
+        return None
+    accepted, words = tested
+    if accepted:
+        console.say(f"sbatch --test-only accepts it: {words}")
+        return {"ok": True, "message": words}
+    if _UNASKED.search(words):
+        console.warn(f"no Slurm controller answered, so the script is not tested; sbatch says: {words}")
+        return {"ok": None, "message": words}
+    console.warn(f"sbatch --test-only refuses it: {words}")
+    return {"ok": False, "message": words}
 
 
 def _to_kubernetes(console: Console, source: Source, options: Options) -> None:

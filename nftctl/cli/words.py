@@ -9,9 +9,18 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from nftctl.cli.signals import Interrupted
+
 
 class Program(TyperGroup):
     """The commands of the program."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an interrupt goes on as one, where Typer would end without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command's name, the command, and what is left of its arguments."""

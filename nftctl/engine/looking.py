@@ -41,11 +41,14 @@ class Looking:
         every, last = self.plan.profile.samples.every, step == self.plan.total_steps
         return bool(self.evaluation.grid) and (last or bool(every and step % every == 0))
 
+    def scores(self, state: RunState) -> bool:
+        """Whether an evaluation is due after the step that led to `state`."""
+        every, last = self.plan.profile.eval.every, state.step == self.plan.total_steps
+        return last or bool(every and state.step % every == 0)
+
     def if_due(self, state: RunState) -> None:
         """After a step."""
-        every, last = self.plan.profile.eval.every, state.step == self.plan.total_steps
-        scored = last or bool(every and state.step % every == 0)
-        drawn = self.draws(state.step)
+        scored, drawn = self.scores(state), self.draws(state.step)
         if drawn:
             self._extremes(state.step)
         self.now(state, scored=scored, drawn=drawn)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nftctl.engine import services
 from nftctl.engine.alarms import Alarm
@@ -33,7 +33,7 @@ from nftctl.engine.worker import Rewards, WorkerSpec
 from nftctl.errors import CheckpointUnusable, NftctlError, RewardFailed, TrainingFailed
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import discard_partials, list_steps, set_aside_newer
-from nftctl.run.directory import RunDirectory, atomic_write
+from nftctl.run.directory import RunDirectory, atomic_write, begin_again
 from nftctl.run.disk import cure
 from nftctl.run.ending import recorded
 from nftctl.run.rows import done_again
@@ -41,11 +41,25 @@ from nftctl.run.state import RunState
 
 _stop_signal = 0
 
+Stage = Literal["starting", "stepping", "ending"]
+_stage: Stage = "starting"
+
 
 def request_stop(signum: int) -> None:
     """Finish the running step, save, and end. Safe to call from a signal handler."""
     global _stop_signal
     _stop_signal = signum
+
+
+def stage() -> Stage:
+    """Where the job of this process is: before its first step there is nothing to finish, and after its last one
+    nothing but the end."""
+    return _stage
+
+
+def _enter(name: Stage) -> None:
+    global _stage
+    _stage = name
 
 
 def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> dict[str, Any]:
@@ -75,6 +89,7 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
     with run.lock(), contextlib.ExitStack() as stack:
         # Forgotten at the end and not at the start: a signal may already be there.
         stack.callback(request_stop, 0)
+        _enter("starting")
         if plan.continues:
             discard_partials(run.checkpoints)
             set_aside_newer(run.checkpoints, plan.state.step)
@@ -112,6 +127,7 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
             )
         )
         summary = _Run(plan, run, group, observation, reporter).go()
+        _enter("ending")
         if summary["stopped"]:
             ending.state, ending.reason = "stopped", summary["stopped"]
         return summary
@@ -188,6 +204,7 @@ class _Run:
         saves = Checkpoints(plan, self.run, self.group)
         looking = Looking.of(plan, self.run, self.group, self.observation)
         if state.step == 0 and not _stop_signal:
+            self._say_look(looking, state)
             looking.now(state)
         try:
             state = self._train(state, saves, looking)
@@ -212,6 +229,12 @@ class _Run:
             self.reporter.done()
         return self._summary(state, saves, looking.last_grid())
 
+    def _say_look(self, looking: Looking, state: RunState) -> None:
+        """An evaluation can take many steps' time, so that it has begun is said as well as what it found."""
+        if count := len(looking.evaluation.held_out):
+            when = f"after step {state.step}" if state.step else "before the first step"
+            self.reporter.note(f"evaluating {when}: {count} held-out samples")
+
     def _save_last(self, saves: Checkpoints) -> None:
         saves.finish()
         if self.last.step > saves.newest_step:
@@ -220,14 +243,14 @@ class _Run:
 
     def _way_back(self, saves: Checkpoints) -> str:
         if saves.newest is None:
-            way = "give --fork another name" if self.plan.parent else "begin again with --auto-resume to keep the name"
-            return f"no checkpoint was written yet; {way}"
+            return f"no checkpoint was written yet; {begin_again(self.run)}"
         # By its own name: a save that broke off may lie beyond it, and that is not passed over.
         newest = shlex.quote(str(saves.newest))
         return f"the last checkpoint is of step {saves.newest_step}; go on with: nftctl resume {newest}"
 
     def _train(self, state: RunState, saves: Checkpoints, looking: Looking) -> RunState:
         every = self.plan.profile.checkpoint.every
+        _enter("stepping")
         while state.step < self.plan.total_steps:
             if _stop_signal:
                 # Asked to stop before the first step, or since the last one ended: at most there is a save to make.
@@ -238,6 +261,10 @@ class _Run:
             last = state.step == self.plan.total_steps or bool(_stop_signal) or self.observation.fatal is not None
             if last or (every and state.step % every == 0):
                 saves.begin(state, self.observation.metrics.rows)
+            if state.step == self.plan.total_steps:
+                _enter("ending")
+            if looking.scores(state):
+                self._say_look(looking, state)
             looking.if_due(state)
             if self.observation.fatal is not None:
                 self._end_at_alarm(saves, self.observation.fatal)
@@ -262,13 +289,17 @@ class _Run:
 
     def _summary(self, state: RunState, saves: Checkpoints, grid: Path | None) -> dict[str, Any]:
         evaluations, rows = self.observation.evaluations.rows, self.observation.metrics.rows
+        asked = signal.Signals(_stop_signal).name if _stop_signal else None
+        # Whoever asks in the last step is given all of it.
+        finished = state.step == self.plan.total_steps
         write_curve(self.run.path / "reward.svg", rows, evaluations)
         return {
             "run": str(self.run.path),
             "profile": self.plan.profile_name,
             "device": self.group.device,
             "steps": {"from": self.plan.state.step, "to": state.step, "total": self.plan.total_steps},
-            "stopped": signal.Signals(_stop_signal).name if _stop_signal else None,
+            "stopped": None if finished else asked,
+            "interrupt": asked,
             "checkpoint": str(saves.newest) if saves.newest else None,
             "samples": str(grid) if grid else None,
             "eval": {"before": evaluations[0], "after": evaluations[-1] if len(evaluations) > 1 else None}

@@ -19,6 +19,7 @@ from nftctl.tensorblocks import read_wholes, shard_config, shard_files
 from nftctl.tensorfile import STEM, weight_files
 
 PACKAGE = Path(__file__).parent.parent
+PROFILES = PACKAGE / "_profiles"
 EMBEDDED = "embedded"
 """What a profile says to mean the packaged set of its own contract; resolving names it: `embedded:scenes`."""
 EMBEDDED_SETS = {"digits": PACKAGE / "model" / "tiny", "scenes": PACKAGE / "model" / "scenes"}
@@ -193,7 +194,7 @@ def pixels_per_latent(vae: Mapping[str, Any], family: str) -> int:
 
 def bundled_profiles() -> dict[str, Path]:
     """Name -> file of every profile in the package."""
-    return {path.stem: path for path in sorted((PACKAGE / "_profiles").glob("*.toml"))}
+    return {path.stem: path for path in sorted(PROFILES.glob("*.toml"))}
 
 
 def scorer_names() -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nftctl.errors import Finding
+from nftctl.profile.artifacts import PROFILES
 from nftctl.profile.keys import Path, dotted, fields, leaves, locate
 from nftctl.profile.origins import Fault, Origin
 from nftctl.profile.positions import Position, Positions
@@ -171,11 +173,18 @@ class Places:
 
 
 def arrange(findings: Iterable[Finding], files: Sequence[str]) -> list[Finding]:
-    """Findings by file (the profile first, then what it extends), by line inside a file, then all others."""
-    rank = {name: index for index, name in enumerate(files)}
+    """Findings by file (the profile first, then what it extends), by line inside a file, then all others.
 
-    def order(finding: Finding) -> tuple[int, float, int]:
+    What was typed beside a packaged profile comes before what is in it, which nobody is to edit.
+    """
+    rank = {name: index for index, name in enumerate(files)}
+    packaged = next((rank[name] for name in files if pathlib.Path(name).parent == PROFILES), None)
+
+    def order(finding: Finding) -> tuple[float, float, int]:
         line = float("inf") if finding.line is None else finding.line
+        beside = finding.line is None and finding.origin.startswith(("--", "env "))
+        if beside and packaged is not None:
+            return packaged - 0.5, line, 0
         return rank.get(finding.origin, len(rank)), line, finding.column or 0
 
     return sorted(findings, key=order)

@@ -24,6 +24,8 @@ class Origin:
 
 
 DEFAULT = Origin("default", "default")
+BESIDE = ("flag", "set", "env")
+"""Sources that stand beside the profile and override it."""
 
 
 @dataclass(frozen=True, slots=True)

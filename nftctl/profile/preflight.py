@@ -13,7 +13,7 @@ from nftctl.errors import Finding, ProfileRefused
 from nftctl.profile.diagnose import Places, arrange, printable
 from nftctl.profile.keys import Path, parse
 from nftctl.profile.load import Resolved
-from nftctl.profile.origins import DEFAULT, Fault, Origin
+from nftctl.profile.origins import BESIDE, DEFAULT, Fault, Origin
 from nftctl.profile.rules import base, data, lora, modality, objective, reward, topology, trackers
 from nftctl.profile.rules.rule import Facts, Problem, Rule, Severity
 
@@ -68,8 +68,16 @@ def _finding(code: str, severity: Severity, problem: Problem, resolved: Resolved
         message, help, origin = map(printable, (problem.message, problem.help, origin))
         return Finding(code, problem.key, message, help, severity, origin, line, column)
     path = parse(problem.key.split("."))
-    fault = Fault(path, _origin(problem.key, path, resolved), code, problem.message, problem.help)
+    fault = Fault(path, _blamed(problem, path, resolved), code, problem.message, problem.help)
     return replace(places.finding(fault), severity=severity)
+
+
+def _blamed(problem: Problem, path: Path, resolved: Resolved) -> Origin:
+    """Where the finding is: at the key, unless it was put in the wrong by something that was typed beside it."""
+    own = _origin(problem.key, path, resolved)
+    others = (resolved.origins[key] for key in problem.against if key in resolved.origins)
+    typed = (origin for origin in others if origin.source in BESIDE)
+    return own if own.source in BESIDE else next(typed, own)
 
 
 def _origin(key: str, path: Path, resolved: Resolved) -> Origin:

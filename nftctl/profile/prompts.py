@@ -2,13 +2,14 @@
 
 A structured prompt may stand in a `.jsonl` row as the object that it is; the model reads it as its JSON text.
 Owns the way from a profile's words to files, and their strict reading: a line that is not of the declared format, an
-empty one included, is refused by its number, since skipping it would renumber every later row.
+empty one between others included, is refused by its number, since skipping it would renumber every later row. Empty
+lines at the end are no rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,24 +47,51 @@ def base_folder(value: str) -> Path:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Every prompt in file order. Raises ProfileRefused with a finding for each wrong line."""
+    """Every prompt in file order. Raises ProfileRefused with a finding for each wrong line, and one for empty ones."""
+    rows, findings = read_rows(path)
+    if findings:
+        raise ProfileRefused(findings)
+    return [prompt for _, prompt in rows]
+
+
+def read_rows(path: Path) -> tuple[list[tuple[int, Prompt]], list[Finding]]:
+    """The prompts with their line numbers, and what is wrong with the other lines.
+
+    Raises ProfileRefused when nothing of the file can be read.
+    """
     readers = {".txt": _text_line, ".jsonl": _json_line}
     if path.suffix not in readers:
         raise _refused(path, "a prompt file is .txt (one prompt a line) or .jsonl")
-    lines = _lines(path)
-    prompts: list[Prompt] = []
-    findings: list[Finding] = []
-    for number, line in enumerate(lines, 1):
+    rows: list[tuple[int, Prompt]] = []
+    wrong: list[tuple[int, str]] = []
+    empty: list[int] = []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            empty.append(number)
+            continue
         try:
-            prompts.append(_read_line(line, readers[path.suffix]))
+            rows.append((number, readers[path.suffix](line)))
         except ValueError as error:
-            findings.append(Finding(INVALID, "", str(error), origin=str(path), line=number, column=1))
-    if len(findings) > _MOST_FINDINGS:
-        more = f"{len(findings) - _MOST_FINDINGS} more lines are not of this format either"
-        findings = [*findings[:_MOST_FINDINGS], Finding(INVALID, "", more, origin=str(path))]
-    if findings:
-        raise ProfileRefused(findings)
-    return prompts
+            wrong.append((number, str(error)))
+    return rows, _findings(path, wrong, empty)
+
+
+def _findings(path: Path, wrong: Sequence[tuple[int, str]], empty: Sequence[int]) -> list[Finding]:
+    """A finding for each wrong line, up to a number, and one for all empty lines; by line."""
+    told = [*wrong[:_MOST_FINDINGS], *([(empty[0], _empty(empty))] if empty else [])]
+    found = [Finding(INVALID, "", text, origin=str(path), line=line, column=1) for line, text in sorted(told)]
+    if len(wrong) > _MOST_FINDINGS:
+        more = f"{len(wrong) - _MOST_FINDINGS} more lines are not of this format either"
+        found.append(Finding(INVALID, "", more, origin=str(path)))
+    return found
+
+
+def _empty(lines: Sequence[int]) -> str:
+    if len(lines) == 1:
+        return "the line is empty, and every line between others is a row: remove it"
+    named = ", ".join(map(str, lines[:_MOST_FINDINGS]))
+    more = f" and {len(lines) - _MOST_FINDINGS} more" if len(lines) > _MOST_FINDINGS else ""
+    return f"lines {named}{more} are empty, and every line between others is a row: remove them"
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -89,19 +117,15 @@ def _lines(path: Path) -> list[str]:
     if not text.strip():
         raise _refused(path, "the file holds no prompts")
     # Not splitlines(): a prompt may hold U+2028 and its kin.
-    lines = text.removesuffix("\n").split("\n")
-    return [line.removesuffix("\r") for line in lines]
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    while not lines[-1].strip():
+        lines.pop()
+    return lines
 
 
 def _refused(path: Path, message: str, *, code: str = INVALID, line: int | None = None) -> ProfileRefused:
     column = None if line is None else 1
     return ProfileRefused([Finding(code, "", message, origin=str(path), line=line, column=column)])
-
-
-def _read_line(line: str, reader: Callable[[str], Prompt]) -> Prompt:
-    if not line.strip():
-        raise ValueError("the line is empty")
-    return reader(line)
 
 
 def _text_line(line: str) -> Prompt:

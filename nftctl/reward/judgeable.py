@@ -6,6 +6,7 @@ prompts are others than those it was made for. Silent about services, which alon
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from nftctl.profile.artifacts import EMBEDDED_SETS
@@ -38,29 +39,34 @@ def _refused(key: str, scorer: str, file: PromptFile, model: Model) -> Iterator[
     says, side = f'{key} = "{scorer}"', SIDES.get(scorer)
     refused = _refused_prompts(scorer, file)
     if refused:
-        line, reason = refused[0]
-        count = f"{len(refused)} of the {len(file.prompts)} prompts" if len(refused) > 1 else "a prompt"
-        own = [name for name, packaged in MADE_FOR.items() if EMBEDDED_SETS[packaged] == file.path.parent]
-        help = f"these are prompts for {' or '.join(own)}" if own else "another scorer, or other prompts"
-        at = None if own else (str(file.path), line, 1)
-        yield Problem(key, f"{says} cannot judge {count} of {file.key}; line {line}: {reason}", help, at)
+        line, reason, _ = refused[0]
+        kind = "reward_prompt" if all(own for _, _, own in refused) else "prompt"
+        count = f"{len(refused)} of the {len(file.rows)} {kind}s" if len(refused) > 1 else f"a {kind}"
+        made = [name for name, packaged in MADE_FOR.items() if EMBEDDED_SETS[packaged] == file.path.parent]
+        help = f"these are prompts for {' or '.join(made)}" if made else "another scorer, or other prompts"
+        at = None if made else (str(file.path), line, 1)
+        yield Problem(
+            key, f"{says} cannot judge {count} of {file.key}; line {line}: {reason}", help, at, (file.key, "rl.profile")
+        )
     elif side is not None and (model.width, model.height) != (side, side):
         message = f"{says} judges images of {side}x{side} pixels, and this profile makes {model.width}x{model.height}"
-        yield Problem(key, message, "another scorer")
+        yield Problem(key, message, "another scorer", against=("model.height", "model.width", "rl.profile"))
 
 
-def _refused_prompts(scorer: str, file: PromptFile) -> list[tuple[int, str]]:
-    """Line and reason of each prompt that the scorer refuses."""
+def _refused_prompts(scorer: str, file: PromptFile) -> list[tuple[int, str, bool]]:
+    """Line and reason of each prompt that the scorer refuses, and whether it is a `reward_prompt` of its own."""
     made_for = EMBEDDED_SETS.get(MADE_FOR.get(scorer, ""))
     read = None if file.path.parent == made_for else _reader(scorer)
     if read is None:
         return []
     refused = []
-    for line, prompt in enumerate(file.prompts, 1):
+    for line, prompt in file.rows:
+        own = prompt.reward_text != prompt.text
         try:
             read(prompt.reward_text)
         except ValueError as error:
-            refused.append((line, str(error)))
+            reason = re.sub(r"\b(the|a) prompt\b", r"\1 reward_prompt", str(error), count=1) if own else str(error)
+            refused.append((line, reason, own))
     return refused
 
 

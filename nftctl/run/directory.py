@@ -27,7 +27,15 @@ from nftctl.run.checkpoints import list_partials, list_steps, newest_complete
 from nftctl.run.disk import atomic_write, cure, point_link, sync_folder
 from nftctl.run.manifest import in_words, verify
 
-__all__ = ["RunDirectory", "atomic_write", "begin_again", "find_checkpoint", "refuse_impossible", "refuse_used"]
+__all__ = [
+    "RunDirectory",
+    "atomic_write",
+    "begin_again",
+    "find_checkpoint",
+    "go_on",
+    "refuse_impossible",
+    "refuse_used",
+]
 
 _STEP_FOLDER = re.compile(r"step_\d+(\.partial)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -188,19 +196,68 @@ def find_checkpoint(target: str, runs: Path) -> tuple[RunDirectory, Path]:
 
 
 def begin_again(run: RunDirectory) -> str:
-    """The command that began a run without a checkpoint, as it was typed, so that no override is lost."""
-    record = run.read_record()
+    """The command that begins a run without a checkpoint again, from what was typed, so that no override is lost.
+
+    It works as it stands: it keeps the name where `--auto-resume` can, and it is for the folder in which it was typed.
+    """
+    record, job = run.read_record(), run.read_resolved().get("job", {})
     typed = record.get("argv")
     if not isinstance(typed, list) or len(typed) < 2:
-        return f"begin again: nftctl launch {shlex.quote(str(run.profile_toml))}"
-    command = shlex.join(["nftctl", *map(str, typed[1:])])
-    # A fork is begun by `resume`, which cannot take over a folder.
-    keep = (
-        f"give --fork another name, or remove {run.path}"
-        if record.get("parent")
-        else "add --auto-resume to keep the name"
-    )
-    return f"begin again with the command that began it: {command} ({keep})"
+        words = ["launch", str(run.profile_toml), "--name", run.name, "--run-dir", str(run.path.parent)]
+        return f"begin again under the same name with: {shlex.join(['nftctl', *words, '--auto-resume'])}"
+    words = list(map(str, typed[1:]))
+    # What came from stdin is gone, and the run has kept it; from there again, what it extends is where it was.
+    kept = f" < {shlex.quote(str(run.profile_toml.absolute()))}" if "-" in words else ""
+    if record.get("parent"):  # a fork is begun by `resume`, which cannot take over a folder
+        words, under = _under_free_name(words, run.path), " under another name"
+    elif job.get("name"):
+        words, under = [*words, *(["--auto-resume"] if "--auto-resume" not in words else [])], " under the same name"
+    else:
+        under = ""  # the name had the time in it, and the next one has another
+    return f"begin again{under} with: {_from_where(run.path, job.get('run_dir'))}{shlex.join(['nftctl', *words])}{kept}"
+
+
+def _under_free_name(words: list[str], path: Path) -> list[str]:
+    """The words of a fork, with a name that no folder beside `path` has."""
+    numbers = range(2, 10_000)
+    name = next(n for i in numbers if not os.path.lexists(path.with_name(n := f"{path.name}-{i}")))
+    values = [i + 1 for i, word in enumerate(words) if word == "--fork"]
+    return [
+        name if i in values else f"--fork={name}" if word.startswith("--fork=") else word
+        for i, word in enumerate(words)
+    ]
+
+
+def _from_where(path: Path, run_dir: object) -> str:
+    """`cd FOLDER && ` where the command of the run at `path` was typed elsewhere; empty where that is not known."""
+    tail = Path(str(run_dir), path.name).parts
+    whole = path.absolute().parts
+    if run_dir is None or not 0 < len(tail) < len(whole) or whole[-len(tail) :] != tail:
+        return ""
+    folder = Path(*whole[: -len(tail)])
+    return "" if folder == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+
+
+def go_on(path: Path) -> str:
+    """The command that goes on with the run at `path`; empty when it is no run, or has no complete checkpoint.
+
+    Presence and sizes are checked, not contents.
+    """
+    try:
+        find_checkpoint(str(path), path.parent)
+    except CheckpointUnusable:
+        steps = list_steps(path / "checkpoints") if _is_run(path) else []
+        whole = next((step for _, step in reversed(steps) if not verify(step, hashes=False)), None)
+        return f"nftctl resume {shlex.quote(str(whole))}" if whole else ""
+    return f"nftctl resume {shlex.quote(str(path))}"
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        RunDirectory.open(path)
+    except CheckpointUnusable:
+        return False
+    return True
 
 
 def _locate(target: str, runs: Path) -> Path:
@@ -236,18 +293,25 @@ def _refuse_incomplete(run: RunDirectory, path: Path, *, asked_for: bool) -> Non
     raise CheckpointUnusable(f"{which} {path} is incomplete: {in_words(problems)}", hint=hint)
 
 
-def refuse_used(path: Path, other: str = "use another --name") -> None:
+def refuse_used(path: Path, other: str = "use another --name", again: str = "add --auto-resume") -> None:
     """Raise CheckpointUnusable, with the ways out, when a new run cannot have the folder `path`.
 
     `other` says how the command at hand names another folder; it is the only way out beside a run that is running.
+    `again` says how it takes over the folder of a run that never had a checkpoint; empty where it cannot.
     """
     if path.is_dir() and not any(path.iterdir()):
         return
     if holder := _holder(path):
         raise CheckpointUnusable(f"{path} is in use by {holder}", hint=other)
-    if os.path.lexists(path):
-        hint = f"go on with it: nftctl resume {shlex.quote(str(path))}; or {other}; or remove {path}"
-        raise CheckpointUnusable(f"{path} is in use already", hint=hint)
+    if not os.path.lexists(path):
+        return
+    ways = [other, f"remove {path}"]
+    if way := go_on(path):
+        raise CheckpointUnusable(f"{path} is in use already", hint="; or ".join([f"go on with it: {way}", *ways]))
+    if again and _is_run(path) and not list_steps(path / "checkpoints"):
+        ways = [f"{again} to begin again under this name", *ways]
+    hint = f"it has no complete checkpoint to go on from; {'; or '.join(ways)}"
+    raise CheckpointUnusable(f"{path} is in use already", hint=hint)
 
 
 def _holder(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nftctl.cli.job import closing_words
+from nftctl.cli.job import closing_words, left_of
 from nftctl.engine.plan import plan_launch
 from nftctl.profile.load import bundled_profiles, load_profile
 from nftctl.run.checkpoints import partial_folder, set_aside_newer, step_name
@@ -245,6 +246,44 @@ def test_closing_words_of_a_stopped_run() -> None:
     assert "by SIGINT after step 12 of 150" in words
     assert "nftctl resume runs/first --steps 150" in words
     assert "training reward  0.500 -> 0.900" in words
+
+
+def test_closing_words_of_a_run_that_was_interrupted_when_it_had_no_step_left() -> None:
+    words = "\n".join(closing_words(SUMMARY | {"interrupt": "SIGINT"}))
+    assert "finished         after step 150; SIGINT came when none was left" in words
+    assert "stopped" not in words
+
+
+def test_the_way_back_from_a_run_that_never_saved_can_be_gone(tmp_path: Path) -> None:
+    """Refused under its name, told how, and told the same by `resume`; that command is accepted."""
+    typed = ("launch", "tiny_t2i_cpu", "--name", "first", "--steps", "9", "--run-dir", "my runs")
+    resolved = load_profile(
+        bundled_profiles()["tiny_t2i_cpu"],
+        flags={"rl.max_steps": 9, "job.name": "first", "job.run_dir": "my runs"}, env={},
+    )  # fmt: skip
+    plan = plan_launch(resolved, argv=["nftctl", *typed])
+    RunDirectory.create(
+        tmp_path / "my runs", "first", profile_text="", resolved=plan.profile.model_dump(), record=plan.record()
+    )
+    refused = nftctl(*typed, cwd=tmp_path)
+    assert refused.returncode == 5
+    assert "resume" not in refused.stderr.replace("--auto-resume", "")
+    assert "it has no complete checkpoint to go on from; add --auto-resume to begin again under this" in refused.stderr
+    answer = nftctl("resume", "my runs/first", cwd=tmp_path)
+    command = answer.stderr.rpartition("begin again under the same name with: ")[2].strip()
+    assert command == "nftctl launch tiny_t2i_cpu --name first --steps 9 --run-dir 'my runs' --auto-resume"
+    assert nftctl(*shlex.split(command)[1:], "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_what_is_left_of_a_run_that_was_ended_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has a folder, before it has saved, and after."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("runs/first")
+    assert left_of(path) == "nothing was saved"
+    run = make_resumable(Path("runs"))
+    assert left_of(path) == "what was saved in runs/first stays valid; go on with: nftctl resume runs/first"
+    shutil.rmtree(run.checkpoints / step_name(2))
+    assert left_of(path).startswith("nothing was saved; run folder runs/first; begin again under the same name with: ")
 
 
 def test_auto_resume_starts_fresh_only_where_there_was_never_a_checkpoint(tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ def test_the_word_belongs_right_behind_bench(tmp_path: Path) -> None:
     assert "a profile of that name is ./learning" in answer.stderr
 
 
+def test_a_profile_that_is_given_without_its_option_is_told_where_it_goes(tmp_path: Path) -> None:
+    answer = nftctl("bench", "learning", "tiny_t2i_cpu", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "help: a profile is named by an option here: nftctl bench learning --profile PROFILE" in answer.stderr
+    assert "--profile PROFILE" not in nftctl("watch", "a", "b", cwd=tmp_path).stderr
+
+
 def test_bench_itself_still_takes_a_profile(tmp_path: Path) -> None:
     answer = nftctl("bench", "nothing.toml", cwd=tmp_path)
     assert answer.returncode == 3

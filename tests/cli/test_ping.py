@@ -266,6 +266,29 @@ def test_no_warning_about_resources(tmp_path: Path, silent: int, path: str) -> N
     assert "Unclosed" not in ran.stderr
 
 
+def test_who_judges_evaluations_is_asked_too_and_nobody_twice(tmp_path: Path) -> None:
+    """A judge that is the training's own service under another name and weight, another one, and one that is away."""
+    away = f"http://127.0.0.1:{closed_port()}"
+    with running(FaultServer()) as shared, running(FaultServer()) as judge:
+        profile = profile_of(tmp_path, shared.url, shared.url)
+        for name, url in (("same", shared.url), ("judge", judge.url), ("away", away)):
+            with profile.open("a") as file:
+                file.write(f'[[eval.providers]]\nname = "{name}"\nurl = "{url}"\nrevision = "fault/1"\nweight = 0.5\n')
+        answer = nftctl("reward-ping", profile, cwd=tmp_path)
+        assert (shared.requests, judge.requests) == (2, 1)
+        document = the_object(nftctl("reward-ping", profile, "--json", cwd=tmp_path))
+        assert json.loads(judge.bodies[-1])["items"][0]["prompt"] == "a red zero"  # the first held-out one
+    assert document["exit_code"] == answer.returncode == 4
+    assert [(service["name"], service["sections"]) for service in document["services"]] == [
+        ("p0", ["reward", "eval"]), ("p1", ["reward"]), ("judge", ["eval"]), ("away", ["eval"]),
+    ]  # fmt: skip
+    said = [line.split(maxsplit=2)[2] for line in answer.stdout.splitlines() if line.startswith("  asked by")]
+    assert said == ["training and evaluations", "training", "evaluations"]
+    assert "away (evaluations): failed\n" in answer.stdout
+    unasked = nftctl("reward-ping", profile, cwd=tmp_path, env={"NFTCTL_EVAL__PROMPT_FILE": ""})
+    assert "evaluations" not in unasked.stdout
+
+
 def test_an_embedded_scorer_is_started_to_be_asked(tmp_path: Path) -> None:
     answer = nftctl("reward-ping", "tiny_t2i_cpu", "--count", "2", cwd=tmp_path)
     assert answer.returncode == 0

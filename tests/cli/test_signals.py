@@ -22,7 +22,8 @@ def job(**kwargs):
     asked = []
     with StopSignals() as signals:
         if "armed" in sys.argv:
-            signals.arm(asked.append, lambda: 11)
+            stages = [word for word in sys.argv if word.endswith("ing")]
+            signals.arm(asked.append, lambda: 11, lambda: "".join(stages))
         print("ready", flush=True)
         if "deaf" in sys.argv:  # in one call until a byte comes, and not to be interrupted
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -85,6 +86,75 @@ def test_a_second_signal_counts_though_the_main_thread_hears_neither(tmp_path: P
     _, err = process.communicate("x", timeout=30)
     assert process.returncode == code
     assert "stopped at once" in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_while_a_job_starts_the_first_signal_ends_it_and_says_so(tmp_path: Path, signum: int, code: int) -> None:
+    process = start(tmp_path, "armed", "starting")
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    name = signal.Signals(signum).name
+    assert err.splitlines() == [
+        "", "ending the start, a matter of seconds; press again to stop now",
+        f"stopped at once by {name}; nothing was saved",
+    ]  # fmt: skip
+
+
+def test_after_the_last_step_no_further_one_is_spoken_of(tmp_path: Path) -> None:
+    process = start(tmp_path, "armed", "ending")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "asked 2\n")
+    assert err == "\nthe last step is done: ending; press again to stop now\n"
+
+
+AGAIN = """
+import atexit, importlib.abc, signal, sys
+
+def press(*args):
+    signal.raise_signal(signal.SIGINT)
+
+class InImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            press()
+
+if "import" in sys.argv:
+    sys.meta_path.insert(0, InImport())
+import nftctl.cli.main as program
+import nftctl.cli.validate
+
+say = program.Console.say
+if "answer" in sys.argv:
+    program.Console.say = lambda self, text: (press(), say(self, text))
+if "command" in sys.argv:
+    nftctl.cli.validate.list_rules = lambda **options: press()
+if "exit" in sys.argv:
+    atexit.register(press)
+sys.argv[1:] = ["validate", "--rules"]
+sys.exit(program.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("import", 130, "interrupted\n"),
+        ("command", 130, "interrupted\n"),
+        ("command answer exit", 130, "interrupted\n"),
+        ("exit", 0, ""),
+    ],
+)
+def test_an_interrupted_command_ends_with_its_code_and_one_line(
+    tmp_path: Path, words: str, code: int, said: str
+) -> None:
+    """Wherever it is, and when the signal comes again while it is answered and while the interpreter leaves."""
+    answer = subprocess.run(
+        [sys.executable, "-c", AGAIN, *words.split()], cwd=tmp_path, env=environment(), text=True, timeout=30,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (answer.returncode, answer.stderr) == (code, said)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

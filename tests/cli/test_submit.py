@@ -157,15 +157,17 @@ def test_what_slurm_says_to_the_script_is_said(run: Run, tmp_path: Path, monkeyp
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "sbatch"
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    for code, words in (
-        (0, "sbatch --test-only accepts it: fine"),
-        (1, "warning: sbatch --test-only refuses it: fine"),
+    down = "allocation failure: Unable to contact slurm controller (connect failure)"
+    for code, says, words, ok in (
+        (0, "fine", "sbatch --test-only accepts it: fine", True),
+        (1, "too large", "warning: sbatch --test-only refuses it: too large", False),
+        (1, down, f"warning: no Slurm controller answered, so the script is not tested; sbatch says: {down}", None),
     ):
-        program.write_text(f"#!/bin/sh\necho fine\nexit {code}\n")
+        program.write_text(f"#!/bin/sh\necho '{says}'\nexit {code}\n")
         program.chmod(0o755)
         ended, out, said = run("--to", "slurm", "--json")
         assert (ended, words in said) == (0, True)
-        assert json.loads(out)["submission"]["test_only"] == {"ok": code == 0, "message": "fine"}
+        assert json.loads(out)["submission"]["test_only"] == {"ok": ok, "message": says}
 
 
 def test_a_manifest_takes_the_volume_for_what_is_on_it(run: Run) -> None:

@@ -457,3 +457,8 @@ def test_it_says_what_the_run_said(world4: Any, tiny: Any, tmp_path: Path, capsy
     assert heard[:-1] == [line for line in said if line.startswith(("step ", "held-out ", "warning: "))]
     assert sum(line.startswith("warning: step 3: clamp: ") for line in heard) == 1
     assert sum(line.startswith("held-out ") for line in heard) == 3
+    # Each evaluation is said to have begun, and what it found comes after.
+    looks = [line for line in said if line.startswith(("evaluating ", "held-out "))]
+    assert looks[::2] == [
+        f"evaluating {when}: 12 held-out samples" for when in ("before the first step", "after step 2", "after step 4")
+    ]

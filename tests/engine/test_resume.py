@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nftctl.engine import loop
 from nftctl.engine.evaluation import Evaluation
 from nftctl.engine.loop import request_stop, run_job
 from nftctl.engine.plan import JobPlan, plan_launch, plan_resume
@@ -427,6 +429,28 @@ def stop_after(stage: str, number: int) -> Callable[[str], None]:
 def no_signal() -> Iterator[None]:
     yield
     request_stop(0)
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_a_stop_when_no_step_is_left_is_a_finished_run(
+    world4: Any, crashed: Path, tmp_path: Path, reporter: Any, stage: str
+) -> None:
+    """In the last step, and in the look that comes after it; before the first step there is nothing to finish."""
+    stages: dict[str, str] = {}
+    stop = stop_after(stage, 1)
+
+    def then(method: str) -> None:
+        stop(method)
+        stages[method] = loop.stage()
+
+    plan = resume_plan(crashed, 3, *HELD_OUT)
+    summary = run_job(plan, reporter, Between(world4, then))  # type: ignore[arg-type]
+    assert (summary["stopped"], summary["interrupt"], summary["steps"]["to"]) == (None, "SIGTERM", 3)
+    assert Path(summary["checkpoint"]).name == "step_000003"
+    assert orjson.loads((crashed / "logs/latest/ending.json").read_bytes()) == {
+        "state": "finished", "reason": "", "exit_code": 0,
+    }  # fmt: skip
+    assert [stages[name] for name in ("build", "train", "evaluate")] == ["starting", "stepping", "ending"]
 
 
 @pytest.mark.parametrize(

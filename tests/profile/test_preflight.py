@@ -15,9 +15,10 @@ from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes
 from nftctl.profile.artifacts import EMBEDDED_SETS
 from nftctl.profile.estimate import estimate
 from nftctl.profile.load import bundled_profiles, load_profile, load_resolved
-from nftctl.profile.preflight import RULES, check, refuse_if_wrong
+from nftctl.profile.preflight import RULES, check, place, refuse_if_wrong
 from nftctl.profile.rules import objective
-from nftctl.profile.rules.rule import Facts
+from nftctl.profile.rules.rule import Facts, Problem
+from nftctl.reward.judgeable import RULE as SCORER_UNFIT
 
 from .conftest import PROVIDER, REMOVED, SD3
 
@@ -479,6 +480,60 @@ def test_words_that_the_base_lacks_are_told_line_by_line_and_its_own_once(load: 
     assert [(f.line, f.help) for f in more] == [(line, "") for line in (4, *range(5, 23))]
     assert more[0].message == '"A" is no word that the base\'s tokenizer knows'
     assert (last.line, last.message.split()[0]) == (None, "12")
+
+
+def test_a_wrong_line_hides_no_unknown_word_of_another(load: Callable) -> None:
+    Path("mine.jsonl").write_text('{"prompt": "a red zebra"}\nnot JSON\n{"prompt": "a mauve two"}\n')
+    found = check(load({**TINY, "data.prompt_file": "mine.jsonl", "data.rows_per_step": 2}))
+    assert [(f.code, f.line) for f in found] == [
+        ("prompt-word-unknown", 1), ("prompt-file-invalid", 2), ("prompt-word-unknown", 3),
+    ]  # fmt: skip
+
+
+def test_a_packaged_base_has_one_cure_under_another_family() -> None:
+    """And a packaged set is offered only where the contract has one."""
+
+    def found(*sets: str) -> dict[str, str]:
+        resolved = load_profile(bundled_profiles()["sd35m_nft_paper"], sets=sets, env={})
+        return {finding.code: finding.help for finding in check(resolved)}
+
+    packaged = found("rl.init_from=embedded")
+    assert packaged["init-from-contract"] == "name a base of your own; or begin with the bundled profile tiny_t2i_cpu"
+    assert "init-from-family" not in packaged
+    for cures in (found(), found("rl.profile=nothing")):
+        assert cures["init-from-missing"] == "the folder of a base in diffusers layout"
+        assert cures["prompt-file-missing"] == "a .txt or .jsonl file"
+    tiny = load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=["rl.init_from=", "data.prompt_file="], env={})
+    assert [f.help.endswith(", or `embedded`") for f in check(tiny)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("setting", "codes"),
+    [
+        ("rl.profile=scenes_t2i_cpu", {"rl-profile-contradicted", "reward-scorer-unfit"}),
+        ("model.height=9", {"rl-profile-contradicted", "reward-scorer-unfit"}),
+        ("rl.modality=video", {"video-not-in-release", "video-profile"}),
+        ("reward.providers.0.kind=http", {"reward-url-missing", "reward-revision-missing", "reward-kind"}),
+    ],
+)
+def test_what_a_setting_beside_the_profile_made_wrong_is_found_at_the_setting(setting: str, codes: set[str]) -> None:
+    """Whatever key the rule is about: the packaged profile is nobody's to edit."""
+    found = check(load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=[setting], env={}), (*RULES, SCORER_UNFIT))
+    assert {(f.code, f.origin, f.line) for f in found} == {(code, f"--set {setting}", None) for code in codes}
+
+
+def test_a_setting_comes_before_a_packaged_profile_and_after_ones_own(load: Callable) -> None:
+    settings = ["rl.max_steps=0", "data.rows_per_step=100"]
+    tiny = bundled_profiles()["tiny_t2i_cpu"]
+    Path("mine.toml").write_text('extends = "tiny_t2i_cpu"\n[model]\nheight = 9\n')
+    own = check(load_profile(Path("mine.toml"), sets=settings, env={}))
+    assert [f.origin.partition("=")[0] for f in own] == [
+        "mine.toml", "--set rl.max_steps", "--set data.rows_per_step",
+    ]  # fmt: skip
+    resolved = load_profile(tiny, sets=settings, env={})
+    key = Problem("rl.seed", "wrong")
+    placed = place(resolved, [("x", "error", key), ("y", "error", Problem("rl.max_steps", "wrong"))])
+    assert [f.code for f in placed] == ["y", "x"]
 
 
 def test_a_negative_prompt_that_nobody_reads_may_have_any_word(load: Callable) -> None:

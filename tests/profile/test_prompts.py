@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nftctl.errors import Finding, ProfileRefused
-from nftctl.profile.prompts import Prompt, base_folder, read_prompts, resolve_prompt_file
+from nftctl.profile.prompts import Prompt, base_folder, read_prompts, read_rows, resolve_prompt_file
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -91,6 +91,22 @@ def test_a_wrong_third_line_is_refused_by_its_number(tmp_path: Path, line: str, 
 def test_wrong_lines_of_text_files(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, "p.txt", f"a\nb\n{line}\nc\n")
     assert [f.line for f in refused(path)] == [3]
+
+
+def test_empty_lines_are_one_finding_between_others_and_nothing_at_the_end(tmp_path: Path) -> None:
+    for name, row in (("p.txt", "{}"), ("p.jsonl", '{{"prompt": "{}"}}')):
+        a, b = row.format("a"), row.format("b")
+        assert [p.text for p in read_prompts(write(tmp_path, name, f"{a}\n{b}\n\n \n\r\n\t"))] == ["a", "b"]
+        (finding,) = refused(write(tmp_path, name, f"\n{a}\n \n\n{b}\n\n"))
+        assert (finding.line, finding.message[:24]) == (1, "lines 1, 3, 4 are empty,")
+    (finding,) = refused(write(tmp_path, "p.txt", "\n" * 30 + "a"))
+    assert "20 and 10 more are empty" in finding.message
+
+
+def test_rows_are_read_beside_wrong_lines(tmp_path: Path) -> None:
+    rows, findings = read_rows(write(tmp_path, "p.jsonl", '{"prompt": "a"}\nx\n\n{"prompt": "b"}\n'))
+    assert [(line, prompt.text) for line, prompt in rows] == [(1, "a"), (4, "b")]
+    assert [finding.line for finding in findings] == [2, 3]
 
 
 def test_all_wrong_lines_at_once_but_not_thousands(tmp_path: Path) -> None:

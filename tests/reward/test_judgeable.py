@@ -65,7 +65,11 @@ def test_one_prompt_of_ones_own_is_found_on_its_line(tmp_path: Path) -> None:
     sets = (f"data.prompt_file={mine}", "eval.prompt_file=")
     (finding,) = found("scenes_t2i_cpu", *sets)
     assert (finding.origin, finding.line) == (str(mine), 2)
-    assert "cannot judge a prompt of data.prompt_file; line 2: colour_shape cannot judge 'red' of" in finding.message
+    said = "cannot judge a reward_prompt of data.prompt_file; line 2: colour_shape cannot judge 'red' of the "
+    assert f"{said}reward_prompt 'circles above red'" in finding.message
+    mine.write_text("".join(f"{row}\n" for row in rows))
+    (plain,) = found("scenes_t2i_cpu", f"data.prompt_file={mine.rename(tmp_path / 'mine.txt')}", "eval.prompt_file=")
+    assert f"{said}prompt 'circles above red'" in plain.message.replace("a prompt of data", "a reward_prompt of data")
     assert finding.help == "another scorer, or other prompts"
     # A service knows for itself.
     service = '[{name="a", url="http://h", revision="r"}]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,14 @@ import pytest
 
 from nftctl.errors import CheckpointUnusable
 from nftctl.run.checkpoints import discard_partials, list_steps, partial_folder, prune
-from nftctl.run.directory import RunDirectory, atomic_write, begin_again, find_checkpoint, refuse_impossible
+from nftctl.run.directory import (
+    RunDirectory,
+    atomic_write,
+    begin_again,
+    find_checkpoint,
+    refuse_impossible,
+    refuse_used,
+)
 from nftctl.run.disk import cure, point_link
 
 from .make import make_run, snapshot, write_checkpoint
@@ -37,7 +45,7 @@ def test_a_used_folder_is_refused_with_three_ways_out(tmp_path: Path) -> None:
     before = snapshot(run.path)
     with pytest.raises(CheckpointUnusable, match="in use already") as caught:
         make_run(tmp_path)
-    assert all(way in caught.value.hint for way in ("nftctl resume", "--name", "remove"))
+    assert all(way in caught.value.hint for way in ("--auto-resume", "--name", "remove"))
     assert snapshot(run.path) == before
 
 
@@ -252,18 +260,73 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+LAUNCHED = ["nftctl", "launch", "my.toml"]
+NAMED = {"job": {"name": "y", "run_dir": "runs"}}
+
+
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "resolved", "command"),
     [
-        ({"argv": ["nftctl", "launch", "my.toml", "--name", "a b"]}, "nftctl launch my.toml --name 'a b' (add --auto-"),
+        (
+            {"argv": [*LAUNCHED, "--set", "a=b c"]},
+            NAMED,
+            "the same name with: nftctl launch my.toml --set 'a=b c' --auto-resume",
+        ),
+        ({"argv": [*LAUNCHED, "--auto-resume"]}, NAMED, "the same name with: nftctl launch my.toml --auto-resume"),
+        ({"argv": LAUNCHED}, {"job": {"name": "", "run_dir": "runs"}}, "again with: nftctl launch my.toml"),
         (
             {"argv": ["nftctl", "resume", "x", "--fork", "y"], "parent": {"run": "x"}},
-            "--fork y (give --fork another name",
+            NAMED,
+            "another name with: nftctl resume x --fork y-3",
         ),
+        (
+            {"argv": ["nftctl", "resume", "x", "--fork=y"], "parent": {"run": "x"}},
+            NAMED,
+            "another name with: nftctl resume x --fork=y-3",
+        ),
+        ({}, NAMED, "with: nftctl launch runs/y/profile.toml --name y --run-dir runs --auto-resume"),
     ],
-)
-def test_a_run_without_a_checkpoint_is_begun_as_it_was(tmp_path: Path, record: dict[str, Any], said: str) -> None:
-    """A fork is begun by `resume`, which has no --auto-resume."""
-    run = RunDirectory.create(tmp_path, "y", profile_text="", resolved={}, record=record)
-    assert said in begin_again(run)
-    assert ("--auto-resume" in begin_again(run)) == ("parent" not in record)
+)  # fmt: skip
+def test_a_run_without_a_checkpoint_is_begun_by_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], resolved: dict[str, Any], command: str
+) -> None:
+    """A fork is begun by `resume`, which has no --auto-resume, so it gets a name that no folder has."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create(Path("runs"), "y", profile_text="", resolved=resolved, record=record)
+    Path("runs/y-2").mkdir()
+    assert begin_again(run).endswith(command)
+
+
+def test_a_run_is_begun_again_from_where_it_was_begun_and_from_the_profile_that_it_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"argv": ["nftctl", "launch", "-", "--name", "y"]}
+    run = RunDirectory.create(tmp_path / "my place/runs", "y", profile_text="", resolved=NAMED, record=record)
+    monkeypatch.chdir(tmp_path)
+    kept = shlex.quote(str(run.profile_toml))
+    place = shlex.quote(str(tmp_path / "my place"))
+    assert begin_again(run).endswith(f"with: cd {place} && nftctl launch - --name y --auto-resume < {kept}")
+
+
+def test_a_used_folder_is_left_by_ways_that_are_open(tmp_path: Path) -> None:
+    """Never checkpointed, saved, saved with the newest cut off, all damaged, and no run at all."""
+
+    def ways(path: Path, *more: str) -> str:
+        with pytest.raises(CheckpointUnusable, match="is in use already") as refused:
+            refuse_used(path, *more)
+        return refused.value.hint
+
+    run = RunDirectory.create(tmp_path, "y", profile_text="", resolved=NAMED, record={})
+    left = f"it has no complete checkpoint to go on from; {{}}use another --name; or remove {run.path}"
+    assert ways(run.path) == left.format("add --auto-resume to begin again under this name; or ")
+    assert ways(run.path, "use another --name", "") == left.format("")
+    write_checkpoint(run.checkpoints, 2)
+    go_on = "go on with it: nftctl resume {}; or use another --name; or remove " + str(run.path)
+    assert ways(run.path) == go_on.format(run.path)
+    write_checkpoint(run.checkpoints, 4, done=False)
+    assert ways(run.path) == go_on.format(run.checkpoints / "step_000002")
+    (run.checkpoints / "step_000002/manifest.json").unlink()
+    assert ways(run.path) == left.format("")
+    other = tmp_path / "other"
+    (other / "things").mkdir(parents=True)
+    assert ways(other) == left.format("").replace(str(run.path), str(other))

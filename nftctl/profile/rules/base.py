@@ -30,7 +30,7 @@ def _missing(facts: Facts) -> Iterator[Problem]:
     value = facts.profile.rl.init_from
     if facts.base.kind == "unset":
         message = "rl.init_from is required: training starts from a base, never from scratch"
-        packaged = facts.contract is None or facts.contract.embedded
+        packaged = facts.contract is not None and facts.contract.embedded
         help = "the folder of a base in diffusers layout" + (", or `embedded`" if packaged else "")
         yield Problem("rl.init_from", message, help)
     elif facts.base.kind == "unreadable":
@@ -74,7 +74,7 @@ def _convert(facts: Facts) -> str:
 
 
 def _family(facts: Facts) -> Iterator[Problem]:
-    if facts.base.kind not in READABLE or facts.contract is None:
+    if facts.base.kind not in READABLE or facts.contract is None or facts.other_set:
         return
     if facts.other_family:
         found = facts.base.transformer_class()

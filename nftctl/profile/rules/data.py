@@ -6,25 +6,25 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from nftctl.profile.adapter import adapted, adapter_numbers, checkpoint_bytes, most_checkpoints
 from nftctl.profile.artifacts import EMBEDDED_SETS, embedded_set, exists, local
-from nftctl.profile.diagnose import shown
 from nftctl.profile.estimate import in_denoiser
 from nftctl.profile.prompts import INVALID, MISSING
 from nftctl.profile.rules.rule import Facts, Problem, Rule
+from nftctl.profile.vocabulary import known, lacking, no_words
 
 _MOST_LINES = 20  # of one file: the hundredth wrong line teaches nothing that the first did not
-_MOST_WORDS = 8
-_MOST_KNOWN = 60
 
 
 def _missing(facts: Facts) -> Iterator[Problem]:
     if not facts.profile.data.prompt_file:
         message = "data.prompt_file is required"
-        yield Problem("data.prompt_file", message, "a .txt or .jsonl file, or `embedded`")
+        # Of the packaged base; prompts of another one are allowed elsewhere, and nobody's wish.
+        packaged = facts.contract is not None and facts.contract.embedded
+        yield Problem("data.prompt_file", message, "a .txt or .jsonl file" + (", or `embedded`" if packaged else ""))
     for file in facts.prompt_files:
         for finding in file.findings:
             if finding.code == MISSING:
@@ -57,33 +57,18 @@ def _unknown_words(facts: Facts) -> Iterator[Problem]:
     """Told line by line, the words that there are once a file."""
     packaged = set(EMBEDDED_SETS.values())  # those of another set are another rule's
     for file in facts.prompt_files if facts.words else ():
-        lines = [] if file.path.parent in packaged else list(enumerate(file.prompts, 1))
-        wrong = [(line, unknown) for line, prompt in lines if (unknown := _lacking(prompt.text, facts.words))]
+        lines = [] if file.path.parent in packaged else file.rows
+        wrong = [(line, unknown) for line, prompt in lines if (unknown := lacking(prompt.text, facts.words))]
         for index, (line, unknown) in enumerate(wrong[:_MOST_LINES]):
-            help = _known(facts.words) if index == 0 else ""
-            yield Problem(file.key, _not_words(unknown), help, (str(file.path), line, 1))
+            help = known(facts.words) if index == 0 else ""
+            yield Problem(file.key, no_words(unknown), help, (str(file.path), line, 1))
         if len(wrong) > _MOST_LINES:
             more = f"{len(wrong) - _MOST_LINES} more lines have words that the base's tokenizer does not know"
             yield Problem(file.key, more, at=(str(file.path), None, None))
     rl, look = facts.profile.rl, facts.profile.eval
-    unknown = _lacking(rl.negative_prompt, facts.words) if facts.words else []
+    unknown = lacking(rl.negative_prompt, facts.words) if facts.words else []
     if unknown and (rl.guidance, look.guidance) not in ((1.0, None), (1.0, 1.0)):  # else nobody reads it
-        yield Problem("rl.negative_prompt", f"rl.negative_prompt: {_not_words(unknown)}", _known(facts.words))
-
-
-def _lacking(text: str, words: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(word for word in text.split() if word not in words))
-
-
-def _not_words(unknown: Sequence[str]) -> str:
-    shown_ones = ", ".join(map(shown, unknown[:_MOST_WORDS])) + (", ..." if len(unknown) > _MOST_WORDS else "")
-    verb = "is no word" if len(unknown) == 1 else "are no words"
-    return f"{shown_ones} {verb} that the base's tokenizer knows"
-
-
-def _known(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _MOST_KNOWN} more" if len(words) > _MOST_KNOWN else ""
-    return f"its words are {', '.join(words[:_MOST_KNOWN])}{more}"
+        yield Problem("rl.negative_prompt", f"rl.negative_prompt: {no_words(unknown)}", known(facts.words))
 
 
 def _short(facts: Facts) -> Iterator[Problem]:
@@ -100,7 +85,7 @@ def _duplicate(facts: Facts) -> Iterator[Problem]:
     for file in facts.prompt_files:
         first: dict[str, int] = {}
         repeated: list[tuple[int, int]] = []
-        for line, prompt in enumerate(file.prompts, 1):
+        for line, prompt in file.rows:
             row = json.dumps([prompt.text, prompt.reward_text, prompt.metadata], sort_keys=True)
             if first.setdefault(row, line) != line:
                 repeated.append((line, first[row]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nftctl.profile.rules.lora import targets
 from nftctl.profile.rules.rule import Facts, Problem, Rule
@@ -23,7 +24,8 @@ def _video(facts: Facts) -> Iterator[Problem]:
 def _video_profile(facts: Facts) -> Iterator[Problem]:
     rl = facts.profile.rl
     if rl.modality == "video" and not facts.modality_left_out and rl.profile:
-        yield Problem("rl.profile", f'rl.profile must be empty for video, got "{rl.profile}"')
+        message = f'rl.profile must be empty for video, got "{rl.profile}"'
+        yield Problem("rl.profile", message, against=("rl.modality",))
 
 
 def _skip_keys_video(facts: Facts) -> Iterator[Problem]:
@@ -47,6 +49,10 @@ def _unknown(facts: Facts) -> Iterator[Problem]:
 
 
 def _contradicted(facts: Facts) -> Iterator[Problem]:
+    return (replace(problem, against=("rl.profile",)) for problem in _outside(facts))
+
+
+def _outside(facts: Facts) -> Iterator[Problem]:
     contract, rl, model = facts.contract, facts.profile.rl, facts.profile.model
     if contract is None:
         return

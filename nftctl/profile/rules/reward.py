@@ -39,7 +39,8 @@ def _missing(facts: Facts) -> Iterator[Problem]:
 def _url_missing(facts: Facts) -> Iterator[Problem]:
     for key, provider in _of_kind(facts, "http"):
         if not provider.url.strip():
-            yield Problem(f"{key}.url", f'{key}.url is required for provider "{provider.name}"')
+            message = f'{key}.url is required for provider "{provider.name}"'
+            yield Problem(f"{key}.url", message, against=(f"{key}.kind",))
 
 
 def _url_invalid(facts: Facts) -> Iterator[Problem]:
@@ -72,7 +73,8 @@ def _revision(facts: Facts) -> Iterator[Problem]:
         if not provider.revision.strip():
             why = "it is part of the run's identity" if key.startswith("reward") else "other scores would pass for it"
             message = f'{key}.revision is required for provider "{provider.name}": {why}'
-            yield Problem(f"{key}.revision", message, "`nftctl reward-ping` shows what the service declares")
+            help = "`nftctl reward-ping` shows what the service declares"
+            yield Problem(f"{key}.revision", message, help, against=(f"{key}.kind",))
 
 
 def _scorer(facts: Facts) -> Iterator[Problem]:
@@ -145,10 +147,12 @@ def _kind(facts: Facts) -> Iterator[Problem]:
     for key, provider in _all(facts):
         if provider.kind == "embedded" and provider.url:
             message = f'{key}.url means something to kind = "http" only: the packaged scorer would be used instead'
-            yield Problem(f"{key}.url", message, f'set {key}.kind = "http", or remove the url')
+            help = f'set {key}.kind = "http", or remove the url'
+            yield Problem(f"{key}.url", message, help, against=(f"{key}.kind",))
         if provider.kind == "http" and provider.scorer:
             message = f'{key}.scorer means something to kind = "embedded" only: the service at the url would be used'
-            yield Problem(f"{key}.scorer", message, f'set {key}.kind = "embedded", or remove the scorer')
+            help = f'set {key}.kind = "embedded", or remove the scorer'
+            yield Problem(f"{key}.scorer", message, help, against=(f"{key}.kind",))
 
 
 def _aggregation(facts: Facts) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from nftctl.profile.artifacts import (
     unknown_set,
 )
 from nftctl.profile.load import Resolved
-from nftctl.profile.prompts import MISSING, Prompt, read_prompts, resolve_prompt_file
+from nftctl.profile.prompts import MISSING, Prompt, read_rows, resolve_prompt_file
 from nftctl.profile.schema import Profile
 from nftctl.profile.t2i import T2I_PROFILES, T2iProfile
 
@@ -33,12 +33,17 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a rule has against one key. `at` points into another file than the profile: (file, line, column)."""
+    """What a rule has against one key. `at` points into another file than the profile: (file, line, column).
+
+    `against` are keys whose values make that of `key` wrong: where one of them was typed beside the profile and `key`
+    was not, the finding is at the one that was typed.
+    """
 
     key: str
     message: str
     help: str = ""
     at: tuple[str, int | None, int | None] | None = None
+    against: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,20 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class PromptFile:
-    """A prompt file as read: its prompts, or what is wrong with it."""
+    """A prompt file as read: its prompts, or what is wrong with it.
+
+    rows    line number and prompt of every line that is one, also where others are wrong
+    """
 
     key: str
     path: Path
-    prompts: list[Prompt]
+    rows: list[tuple[int, Prompt]]
     findings: list[Finding]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What a run would read; none where a line is wrong."""
+        return [] if self.findings else [prompt for _, prompt in self.rows]
 
 
 class Facts:
@@ -141,6 +154,6 @@ def _read(key: str, value: str, split: Literal["train", "test"]) -> PromptFile:
     if reason:
         return PromptFile(key, path, [], [Finding(MISSING, key, reason, help, origin=value)])
     try:
-        return PromptFile(key, path, read_prompts(path), [])
+        return PromptFile(key, path, *read_rows(path))
     except ProfileRefused as refused:
         return PromptFile(key, path, [], refused.findings)
