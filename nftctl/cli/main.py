@@ -10,7 +10,19 @@ import os
 import signal
 import sys
 
+LONG = ("launch", "resume", "bench", "sample")
+"""Commands that take seconds to say what they are doing, most of it for libraries that they have to load."""
+
+
+def _first_words() -> None:
+    """Say at once to somebody who looks on that there is somebody."""
+    quiet = {"--quiet", "-q", "--help"} & set(sys.argv)
+    if sys.argv[1:2] and sys.argv[1] in LONG and not quiet and os.isatty(2):
+        os.write(2, f"nftctl {sys.argv[1]}: loading\n".encode())
+
+
 try:
+    _first_words()
     import contextlib
     import traceback
     from collections.abc import Sequence

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -256,8 +257,9 @@ class Group:
 
     def shutdown(self) -> None:
         """Kill every actor, give the bundles back and end this run's Ray; leave every other Ray alone."""
-        import ray
-
+        ray: Any = sys.modules.get("ray")
+        if not hasattr(ray, "is_initialized"):
+            return  # an interrupt came while it was imported, which cannot be done again and has started nothing
         if self._head is not None and self._head.silence():
             # Killing goes through the head, and so does leaving. What goes past it is to ask each rank to end.
             head.abandoned = True

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from nftctl.engine.reporter import Reporter
 from nftctl.engine.saving import Checkpoints
 from nftctl.engine.worker import Rewards, WorkerSpec
 from nftctl.errors import CheckpointUnusable, NftctlError, RewardFailed, TrainingFailed
+from nftctl.profile.schema import Profile
 from nftctl.run.canonical import pretty_bytes
 from nftctl.run.checkpoints import discard_partials, list_steps, set_aside_newer
 from nftctl.run.directory import RunDirectory, atomic_write, begin_again
@@ -116,21 +117,24 @@ def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str
         facts = group.call("build", spec)[0]
         if plan.restart:
             _count_restart(plan, run, logs)
-        reporter.note(
-            f"{plan.profile.ranks} ranks on {group.device}: {facts['tensors_loaded']} of {facts['tensors_expected']} "
-            f"base tensors loaded, {facts['base_parameters']:,} parameters sharded, "
-            f"{facts['trained_parameters']:,} trained in {facts['trained_tensors']} tensors"
-            + (
-                f"; {facts['compiled_layers']} layers are compiled in the first step"
-                if facts["compiled_layers"]
-                else ""
-            )
-        )
+        reporter.note(_built(plan.profile, group.device, facts))
         summary = _Run(plan, run, group, observation, reporter).go()
         _enter("ending")
         if summary["stopped"]:
             ending.state, ending.reason = "stopped", summary["stopped"]
         return summary
+
+
+def _built(profile: Profile, device: str, facts: Mapping[str, Any]) -> str:
+    """What the ranks have built, in one line."""
+    loaded = f"{facts['tensors_loaded']} of {facts['tensors_expected']} base tensors loaded"
+    text = f"{profile.ranks} ranks on {device}: {loaded}, {facts['base_parameters']:,} parameters {facts['base_is']}"
+    if profile.model.shard == "auto" and device == "cuda":
+        text += f' (model.shard = "auto" took "{facts["shard"]}" by the memory that is free)'
+    text += f"; {facts['trained_parameters']:,} trained in {facts['trained_tensors']} tensors"
+    if facts["compiled_layers"]:
+        text += f"; {facts['compiled_layers']} layers are compiled in the first step"
+    return text
 
 
 def _open_folder(plan: JobPlan) -> RunDirectory:

@@ -47,10 +47,11 @@ class RolloutLinear(nn.Linear):
 def product(x: Rounded, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x [..., in] times a quantised weight [out, in], transposed -> [..., out] in `dtype`."""
     if x.values.is_cuda:
-        # Accumulated in the tensor cores' own precision; scales are applied to the sum.
+        # Accumulated in the tensor cores' own precision; scales are applied to the sum. With a scale for every row all
+        # such GPUs make bfloat16, and only one generation makes float32.
         y = torch._scaled_mm(
-            x.values, weight.t(), scale_a=x.scales, scale_b=scale.t(), out_dtype=dtype, use_fast_accum=True
-        )
+            x.values, weight.t(), scale_a=x.scales, scale_b=scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        ).to(dtype)
     else:
         y = (F.linear(x.values.float(), weight.float()) * x.scales * scale.t()).to(dtype)
     return y.view(*x.shape, -1)
@@ -65,6 +66,11 @@ def eligible(denoiser: Denoiser) -> list[nn.Linear]:
         if isinstance(module, nn.Linear) and not any(part.startswith(("norm", "lora_")) for part in name.split("."))
     ]
     return [m for m in inner if m.in_features % MULTIPLE == 0 == m.out_features % MULTIPLE]
+
+
+def copy_bytes(denoiser: Denoiser) -> int:
+    """What the quantised weights take beside the base: a byte for every number, and four for every row."""
+    return sum(m.out_features * (m.in_features + 4) for m in eligible(denoiser))
 
 
 class Fp8Rollout:

@@ -1,8 +1,9 @@
 """The Triton kernels behind `rows`: one program for each row, which reads it once and keeps it in registers.
 
-Imported only where there is Triton. Rows lie end to end in memory; what has another layout comes with its strides, in
-elements. Numbers that are not finite stay so: a row that has one keeps it, whatever it is scaled by. A float is always
-a constant of its kernel: compiled code hands others over in double precision, and all that they meet becomes that.
+Imported only where there is Triton. A kernel takes rows to lie end to end in memory, or is told their strides, in
+elements; what lies otherwise is copied first. Numbers that are not finite stay so: a row that has one keeps it,
+whatever it is scaled by. A float is always a constant of its kernel: compiled code hands others over in double
+precision, and all that they meet becomes that.
 """
 
 from __future__ import annotations
@@ -97,8 +98,14 @@ def _room(like: Tensor, rows: int, width: int, keeps: bool, kind: torch.dtype) -
     return torch.empty(rows, width, dtype=kind, device=like.device), scales, exact
 
 
+def _side_by_side(x: Tensor) -> Tensor:
+    """x, of which the numbers of the last dimension are neighbours in memory: itself or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def normed(x: Tensor, weight: Tensor, eps: float, keeps: bool, kind: torch.dtype, largest: float) -> Any:
     """x [rows, n] -> rounded, scales [rows, 1], exact."""
+    x, weight = x.contiguous(), weight.contiguous()
     rows, width = x.shape
     rounded, scales, exact = _room(x, rows, width, keeps, kind)
     _normed[(rows,)](
@@ -110,6 +117,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, keeps: bool, kind: torch.dtype
 
 def gated(gate: Tensor, up: Tensor, keeps: bool, kind: torch.dtype, largest: float) -> Any:
     """Both [rows, n] -> rounded, scales [rows, 1], exact."""
+    gate, up = gate.contiguous(), up.contiguous()
     rows, width = gate.shape
     rounded, scales, exact = _room(gate, rows, width, keeps, kind)
     _gated[(rows,)](
@@ -130,6 +138,8 @@ def finished(
     largest: float,
 ) -> Any:
     """out and queries [B, heads, N, D], keys [B, kv_heads, L, D] -> rounded, scales, exact of B * N rows."""
+    out, queries, keys = _side_by_side(out), _side_by_side(queries), _side_by_side(keys)
+    normaliser, repeats = normaliser.contiguous(), repeats.contiguous()
     batch, heads, images, size = out.shape
     rows, width = batch * images, heads * size
     rounded, scales, exact = _room(out, rows if rounds else 1, width if rounds else 1, False, kind)

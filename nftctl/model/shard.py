@@ -85,16 +85,18 @@ class Sharding:
     gathering: int = 0
 
 
-def shard_denoiser(denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> None:
+def shard_denoiser(
+    denoiser: Denoiser, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None, beside: int = 0
+) -> None:
     """Shard the base over `mesh` in place, unit by unit, moving each unit to the mesh's device as it is cut.
 
     `policy` is that of `model.shard`. Adapters have to be there already; they stay whole on every rank.
     `compute` is the precision that weights are gathered in where it is not that of the shards; their gradients come
-    back in float32, the mean over the ranks.
+    back in float32, the mean over the ranks. `beside`: bytes of what lies on a GPU beside a gathered base.
     """
     if denoiser.sharding is not None:
         raise ValueError("the denoiser is sharded already")
-    chosen = choose_policy(denoiser, mesh, policy, compute)
+    chosen = choose_policy(denoiser, mesh, policy, compute, beside)
     adapters = {p for name, p in denoiser.named_parameters() if "lora_" in name}
     frozen = not any(p.requires_grad for p in denoiser.parameters() if p not in adapters)
     device = _device(mesh)
@@ -132,7 +134,9 @@ def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None) -> Policy:
+def choose_policy(
+    denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: torch.dtype | None = None, beside: int = 0
+) -> Policy:
     """Resolve `auto`: `gather-once` where the gathered base fits on the fullest GPU of the mesh. Collective on GPUs."""
     if policy in ("gather-once", "reshard", "replicate-base"):
         return cast(Policy, policy)
@@ -141,11 +145,19 @@ def choose_policy(denoiser: nn.Module, mesh: DeviceMesh, policy: str, compute: t
     if mesh.device_type != "cuda":
         return "gather-once"
     here = sum(p.nbytes for p in denoiser.parameters() if p.is_cuda)
-    free = torch.tensor(float(torch.cuda.mem_get_info()[0] + here), device=_device(mesh))
+    free = torch.tensor(float(torch.cuda.mem_get_info()[0] + here - beside), device=_device(mesh))
     for dimension in range(mesh.ndim):
         dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.get_group(dimension))
     whole = sum(p.numel() * (compute or p.dtype).itemsize for p in denoiser.parameters())
     return "gather-once" if whole <= GATHERED_SHARE * float(free) else "reshard"
+
+
+SAID: dict[Policy, str] = {
+    "gather-once": "gathered once and kept",
+    "reshard": "gathered layer by layer in every forward",
+    "replicate-base": "whole on every rank",
+}
+"""What a policy does with the base, in words."""
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -87,6 +87,7 @@ class Roles:
             "trained_tensors": len(trained),
             "adapted_modules": adapters.adapted_modules(denoiser, self.lora_targets),
             "shard": None if denoiser.sharding is None else denoiser.sharding.policy,
+            "base_is": None if denoiser.sharding is None else shard.SAID[denoiser.sharding.policy],
             "compiled_layers": sum(compiled.is_compiled(layer) for layer in denoiser.compile_units()),
             "prompts": len(self.data.prompts),
             "tensors_loaded": self.family.report.loaded,
@@ -164,10 +165,12 @@ def _prepare_copies(family: Family, profile: Profile, mesh: DeviceMesh, device: 
         denoiser.requires_grad_(True)
     else:
         adapters.add_adapters(denoiser, model.lora, seed=rl.seed, ema=rl.ema_decay > 0)
-    shard.shard_denoiser(denoiser, mesh, model.shard, compute=getattr(torch, model.dtype) if full else None)
+    lowers = rl.rollout_precision == "fp8"
+    compute, beside = getattr(torch, model.dtype) if full else None, fp8.copy_bytes(denoiser) if lowers else 0
+    shard.shard_denoiser(denoiser, mesh, model.shard, compute=compute, beside=beside)
     if family.stored is not None:
         family.stored.fill(denoiser, device)
-    lowered = _lowered(denoiser, device) if rl.rollout_precision == "fp8" else None
+    lowered = _lowered(denoiser, device) if lowers else None
     if compiled.wanted(model, device=device, deterministic=profile.job.deterministic):
         compiled.compile_layers(denoiser)
     if not full and recorded.wanted(model, device=device, deterministic=profile.job.deterministic):

@@ -14,6 +14,7 @@ from nftctl.cli.console import Console, shorten, show, table, wants_colour
 from nftctl.errors import Difference, Finding
 
 from .program import environment, nftctl, python, the_object
+from .terminal import read_terminal
 
 RAISE = """
 import sys
@@ -184,3 +185,23 @@ def test_values_for_people() -> None:
     assert shorten("x" * 80) == "x" * 41 + "..."
     assert table([("a", "bb"), ("ccc", "d")]) == ["a    bb", "ccc  d"]
     assert table([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["launch", "profile.toml"], "nftctl launch: loading\r\n"),
+        (["launch", "profile.toml", "--quiet"], ""),
+        (["launch", "--help"], ""),
+        (["validate", "profile.toml"], ""),
+        ([], ""),
+    ],
+)
+def test_a_long_command_speaks_on_a_terminal_before_it_loads_anything(
+    tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit(7)\n")  # where loading would begin
+    command, env = [sys.executable, "-m", "nftctl", *arguments], environment({"PYTHONPATH": str(tmp_path)})
+    assert read_terminal(command, tmp_path, env, code=7) == expected
+    apart = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (apart.returncode, apart.stderr) == (7, "")

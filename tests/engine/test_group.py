@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     call.group = group  # type: ignore[attr-defined]
     return call
+
+
+def test_a_start_that_an_interrupt_broke_in_the_import_of_ray_has_nothing_to_shut_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as after an import that failed: the next one raises
+    Group([], "cpu", None, 1.0).shutdown()
 
 
 NODES = [

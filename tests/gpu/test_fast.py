@@ -214,6 +214,29 @@ def test_the_end_of_attention_in_one_kernel_is_that_of_plain_sums(heads: tuple[i
             same_rows(here, rows.rounded(expected))
 
 
+def test_rows_that_do_not_lie_end_to_end_are_read_where_they_lie() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw).bfloat16().cuda()
+
+    x, (gate, up) = numbers(5, 192)[:, ::2], numbers(5, 192).chunk(2, dim=-1)
+    norm = torch.nn.RMSNorm(96, eps=1e-6).cuda()
+    out, queries, keys = numbers(3, 4, 7, 16), numbers(3, 4, 7, 16), numbers(3, 2, 11, 16)
+    normaliser, repeats = torch.full((3, 4, 7), 9.0).cuda(), torch.tensor([0.0, 5.0, 100.0])[:, None, None].cuda()
+    apart = [part.mT.contiguous().mT for part in (out, normaliser, queries, keys)]
+    repeated = torch.stack((repeats, -repeats), dim=-1)[..., 0]
+    how: Any = {"keeps": True, "rounds": True}
+    pairs: list[Any] = [
+        (rows.normed(x, norm, keeps=True), rows.normed(x.contiguous(), norm, keeps=True)),
+        (rows.gated(gate, up, keeps=True), rows.gated(gate.contiguous(), up.contiguous(), keeps=True)),
+        (rows.finished(*apart, repeated, **how), rows.finished(out, normaliser, queries, keys, repeats, **how)),
+    ]
+    for here, plain in pairs:
+        assert torch.equal(here.exact, plain.exact)
+        assert torch.equal(here.values.float() * here.scales, plain.values.float() * plain.scales)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_kernel_hides_no_number_that_is_not_finite(bad: float) -> None:
     x = torch.ones(2, 4096).bfloat16()

@@ -74,6 +74,14 @@ def test_a_rollout_sees_it_and_nothing_else_does() -> None:
     assert 1e-3 < error < 0.1
 
 
+def test_what_the_quantised_weights_take_is_known_before_they_are_there() -> None:
+    _, denoiser = split(build_transformer(**WIDE))
+    expected = fp8.copy_bytes(denoiser)
+    lowered = fp8.Fp8Rollout(denoiser, torch.device("cpu"))
+    with lowered.use():
+        assert expected == sum(part.nbytes for pair in lowered._weights for part in pair)
+
+
 def test_adapters_keep_their_say_in_fp8() -> None:
     tower, denoiser = split(build_transformer(**WIDE))
     adapters.add_adapters(denoiser, Lora(targets=["add_q_proj", "add_v_proj", "to_add_out"]), seed=0)

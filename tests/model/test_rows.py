@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nftctl.model import adapters, fp8, rows
 from nftctl.model.cosmos3 import split
@@ -56,6 +57,23 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     assert not finite[1].all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_gpu_is_asked_for_a_product_that_it_has(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Of rows with scales of their own only GPUs of compute capability 9.0 make float32; all others refuse."""
+    asked: list[torch.dtype] = []
+    plain = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **how: (asked.append(how["out_dtype"]), plain(*a, **how))[1])
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 32, dtype=rows.E4M3, device="cuda") for n in (6, 48))
+        scales, scale = (torch.empty(n, 1, device="cuda") for n in (6, 48))
+        y = fp8.product(rows.Rounded(x, scales, None, (2, 3)), weight, scale, dtype)
+    assert (y.shape, y.dtype) == ((2, 3, 48), dtype)
+    assert asked == [torch.bfloat16]
+
+
+RELU2 = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
+
+
 def lowered(**sizes: Any) -> tuple[Any, fp8.Fp8Rollout, tuple[Any, ...]]:
     tower, denoiser = split(build_transformer(**(WIDE | sizes)))
     adapters.add_adapters(denoiser, Lora(targets=[*ATTENTION, "mlp_moe_gen.down_proj"]), seed=0)
@@ -68,8 +86,11 @@ def lowered(**sizes: Any) -> tuple[Any, fp8.Fp8Rollout, tuple[Any, ...]]:
     return denoiser, fp8.Fp8Rollout(denoiser, torch.device("cpu")), inputs
 
 
-def test_rows_handed_on_rounded_are_those_that_every_product_would_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    denoiser, rollout, inputs = lowered()
+@pytest.mark.parametrize(("sizes", "products"), [({}, 7), (RELU2, 6)])
+def test_rows_handed_on_rounded_are_those_that_every_product_would_round(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], products: int
+) -> None:
+    denoiser, rollout, inputs = lowered(**sizes)
     counted: list[int] = []
     plain = rows.quantise
     for module in (rows, fp8):
@@ -81,7 +102,7 @@ def test_rows_handed_on_rounded_are_those_that_every_product_would_round(monkeyp
         for layer in denoiser.layers:
             layer.lowered = False
         apart = denoiser(*inputs)
-    assert len(counted) == 3 * (4 + 7)  # and here once for each product
+    assert len(counted) == 3 * (4 + products)  # and here once for each product
     assert torch.equal(handed, apart)
 
 

@@ -254,3 +254,25 @@ def test_an_unknown_memory_policy_is_refused() -> None:
     denoiser, _ = fresh(torch.float32)
     with pytest.raises(ValueError, match="auto, gather-once, reshard or replicate-base"):
         shard.shard_denoiser(denoiser, None, "replicate")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("free", "beside", "expected"),
+    [(20, 0, "gather-once"), (19, 0, "reshard"), (22, 2, "gather-once"), (21, 2, "reshard")],
+)
+def test_auto_gathers_where_half_of_what_is_free_holds_the_base(
+    monkeypatch: pytest.MonkeyPatch, free: int, beside: int, expected: str
+) -> None:
+    """In tenths of the base: of half of the free memory, less what lies there beside it, all ten have to fit."""
+
+    class Mesh:
+        device_type, ndim = "cuda", 0
+
+    layer = torch.nn.Linear(100, 10, bias=False)
+    tenth = layer.weight.nbytes // 10
+    monkeypatch.setattr(shard, "GATHERED_SHARE", 0.5)
+    monkeypatch.setattr(shard, "_device", lambda mesh: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * tenth, 100 * tenth))
+    chosen = shard.choose_policy(layer, Mesh(), "auto", beside=beside * tenth)  # type: ignore[arg-type]
+    assert chosen == expected
+    assert shard.choose_policy(layer, Mesh(), "reshard") == "reshard"  # type: ignore[arg-type]

@@ -433,3 +433,38 @@ def test_early_forwards_of_a_row_that_is_dropped_later_are_counted(profile: Make
     policy.prepare(three, RunState())
     row, _ = policy.train(three[1:], RunState())
     assert row["forwards/executed"] == row["forwards/planned"] == 3 * 4 + 3 * 2 + 3 * 2
+
+
+def equivalents(parts: Any, work: Callable[[], Any]) -> int:
+    """Rows that went forwards through the denoiser, and rows whose gradients came back, by hooks of torch's own."""
+    denoiser, seen = parts[0].denoiser, []
+    hooks = [
+        denoiser.proj_in.register_forward_pre_hook(lambda _, given: seen.append(len(given[0]))),
+        denoiser.proj_out.register_full_backward_hook(lambda _, back, out: seen.append(len(out[0]))),
+    ]
+    work()
+    for hook in hooks:
+        hook.remove()
+    return sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("sets", "floor"),
+    [
+        # A sample takes 4 sampler steps of m branches, then forwards and backwards at each of 2 timesteps.
+        (("rl.guidance=3.0",), 4 * 2 + 2 * 2),
+        (("rl.guidance=1.0",), 4 * 1 + 2 * 2),
+        (("rl.guidance=3.0", "rl.kl_beta=0.5"), 4 * 2 + 2 * 2 + 2),
+    ],
+)
+def test_a_sample_takes_no_more_forwards_than_the_objective_needs(
+    profile: Make, roles: Any, sets: tuple[str, ...], floor: int
+) -> None:
+    parts = roles(profile('rl.old.decay="copy"', *sets))
+    assert equivalents(parts, lambda: step(parts)) == 2 * floor
+
+
+def test_an_old_policy_that_lags_behind_takes_one_more_forward_a_timestep(profile: Make, roles: Any) -> None:
+    parts = roles(profile('rl.old.decay="linear"', "rl.guidance=3.0"))
+    _, state = step(parts)
+    assert equivalents(parts, lambda: step(parts, state, first=2)) == 2 * (4 * 2 + 2 * 2 + 2)
