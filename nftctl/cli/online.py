@@ -170,7 +170,7 @@ def _count_gpus(grid: Grid, ranks: int, env: Mapping[str, str], cluster: Cluster
         answers.gpus = wanted | {"visible": None, "how": "not needed: grid.device is cpu"}
         return
     if grid.address != "local":  # too few of them make the cluster unfit
-        how = f"{cluster.gpus} on one node of the cluster" if cluster else "not counted: they are the cluster's"
+        how = f"{cluster.gpus} on the nodes of the cluster" if cluster else "not counted: they are the cluster's"
         answers.gpus = wanted | {"visible": cluster.gpus if cluster else None, "how": how}
         return
     count, how = visible_gpus(env)

@@ -185,12 +185,28 @@ class Attempts:
         end, code = time.monotonic() + limit, int(ExitCode.ENVIRONMENT)
         while code == ExitCode.ENVIRONMENT and not self.stopped and self._room(end, limit):
             code = self._try(["resume", str(self.run), *self.settings, "--restart", reason])
-            if code == ExitCode.ENVIRONMENT:
-                self._sleep(end)
+            if code == ExitCode.ENVIRONMENT and not self._has_time(end, limit):
+                break
         self.made += code != ExitCode.ENVIRONMENT
         if code == ExitCode.ENVIRONMENT and not self.ending:  # stopped in the meantime
             self._leave(reason)
         return code
+
+    def _has_time(self, end: float, limit: float) -> bool:
+        """Pause; whether there is time for one more attempt. What is amiss where there is room may be so for good."""
+        self._sleep(end)
+        if time.monotonic() < end:
+            return True
+        message = f"no attempt could go on within {limit:.0f} s{self._last_error()}"
+        self.console.error(message, "")
+        self._leave(message)
+        return False
+
+    def _last_error(self) -> str:
+        """What the last attempt's object says was wrong, ready to end a sentence; without one stderr has said it."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return f": {orjson.loads(self.spoken[-1])['error']['message']}"
+        return ""
 
     def _room(self, end: float, limit: float) -> bool:
         from nftctl.engine.cluster import find_cluster
@@ -217,21 +233,25 @@ class Attempts:
         while not self.stopped and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _attempt(self) -> str:
-        """Name of the newest attempt's folder; empty before the first."""
-        try:
-            return (self.run / "logs" / "latest").readlink().name
-        except OSError:
-            return ""
+    def _attempt(self) -> tuple[str, int]:
+        """Name and inode of the newest attempt's folder; empty before the first.
 
-    def _lost(self, code: int, before: str) -> str:
+        A run without a checkpoint may be moved away and begun anew, and its first attempt then has the same name.
+        """
+        latest = self.run / "logs" / "latest"
+        try:
+            return latest.readlink().name, latest.stat().st_ino
+        except OSError:
+            return "", 0
+
+    def _lost(self, code: int, before: tuple[str, int]) -> str:
         """Why another attempt may do better, in words; empty when it would not, or none was made."""
         from nftctl.engine.lost import read_loss
 
         now = self._attempt()
-        if not now or now == before:
+        if not now[0] or now == before:
             return ""
-        if code == ExitCode.TRAINING and (loss := read_loss(self.run / "logs" / now)):
+        if code == ExitCode.TRAINING and (loss := read_loss(self.run / "logs" / now[0])):
             return loss.message
         return f"the process of the run was ended by {signal.Signals(-code).name}" if code < 0 else ""
 

@@ -111,11 +111,15 @@ def submit(console: Console, to: str | None, asked: Asked, source: Source, optio
     if (name := source.flags.get("job.name")) is not None and not str(name).strip():
         raise UsageRefused("--name is empty", hint="give the run a name, or leave --name out: profile, date and time")
     _refuse_idle(options, f"--to {to}", [name for name, clusters in OF_CLUSTER.items() if to in clusters])
-    if options.memory_per_node and not _MEMORY.fullmatch(options.memory_per_node):
-        raise UsageRefused(
-            f'--memory-per-node "{options.memory_per_node}" is no size', hint="for example 512G or 512Gi"
-        )
+    _refuse_no_size(to, options.memory_per_node)
     {"ray": _to_ray, "slurm": _to_slurm, "kubernetes": _to_kubernetes}[to](console, source, options)
+
+
+def _refuse_no_size(to: str, memory: str) -> None:
+    """sbatch knows no Gi, and its G is what Kubernetes calls that."""
+    if memory and (not _MEMORY.fullmatch(memory) or (to == "slurm" and memory.endswith("i"))):
+        example = "512G" if to == "slurm" else "512Gi"
+        raise UsageRefused(f'--memory-per-node "{memory}" is no size of {to}', hint=f"for example {example}")
 
 
 def _refuse_idle(options: Options, way: str, allowed: Sequence[str]) -> None:
@@ -331,8 +335,7 @@ def _hand_out(
     written = options.output if not options.dry_run else None
     if written is not None:
         try:
-            with written.open("x") as file:
-                file.write(text)
+            _write_new(written, text)
         except FileExistsError:
             raise UsageRefused(f"{written} is there already", hint="give --output another name") from None
         except OSError as error:
@@ -350,6 +353,17 @@ def _hand_out(
         dry_run=options.dry_run,
         submission=described | {"output": None if written is None else str(written), "text": text},
     )
+
+
+def _write_new(path: Path, text: str) -> None:
+    """A file that was not there, whole or not at all: half a script looks like one. Raises OSError."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 # -- ray ------------------------------------------------------------------------------------------------------------
@@ -460,7 +474,11 @@ def _exit_code(job: Job) -> int:
     if job.status == "STOPPED":
         return ExitCode.SIGTERM
     # Without a code of its own it never came to run: Ray could not start it, or lost its node.
-    return ExitCode.ENVIRONMENT if job.exit_code is None else job.exit_code or ExitCode.TRAINING
+    if job.exit_code is None:
+        return ExitCode.ENVIRONMENT
+    if job.exit_code < 0:  # a signal ended it: as a shell has it
+        return 128 - job.exit_code
+    return job.exit_code or ExitCode.TRAINING
 
 
 def _await_nodes(console: Console, count: int, address: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from nftctl.engine.seats import Node, amounts, bundle_of, seat, told
 from nftctl.errors import EnvironmentUnfit
+from nftctl.profile.diagnose import printable
 from nftctl.profile.endpoint import CLIENT_MODE, CLIENT_MODE_HELP, endpoint
 from nftctl.profile.schema import Grid, Profile
 
@@ -30,6 +31,8 @@ SURVEY_TIMEOUT_S = 20.0
 """Longest wait for the answers of a cluster that accepts connections, Ray's import included."""
 RAY_FILES_BYTES = 256 << 20
 """Room for the logs and sockets of a private Ray. No image, weight or score goes through its object store."""
+SHOWN_PROGRAM = 120
+"""Most letters of a command line that holds room."""
 LOCAL_HELP = "start the cluster, or leave grid.address out: the run then starts a Ray of its own on this machine"
 
 
@@ -151,6 +154,10 @@ def look_at(grid: Grid, env: Mapping[str, str]) -> Cluster:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise EnvironmentUnfit(f"no Ray at {address} ({how}): {error.strerror or error}", hint=LOCAL_HELP) from None
+    except UnicodeError:  # an empty label, or one of more than 63 letters
+        raise EnvironmentUnfit(f"no Ray at {address} ({how}): that is no host name", hint=LOCAL_HELP) from None
+    if env.get("RAY_AUTH_MODE") == "token" and not token_at_hand(env):
+        raise _no_token()  # Ray's client would say so in a trace of its own code
     answer, token = _ask(address, how, env), env.get("RAY_AUTH_MODE") == "token"
     if answer.get("error") == "AuthenticationError" and "RAY_AUTH_MODE" not in env and token_at_hand(env):
         # Ray sends a token to an address only when told to. This one asked for it, and the profile names it.
@@ -196,8 +203,12 @@ def _ask(address: str, how: str, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _holder(row: Mapping[str, Any]) -> str:
-    program = f" of `{row['program']}`" if row["program"] else ""
-    return f"{row['what']}{program}: {amounts(row['held'])}"
+    # Somebody else's words, which may be a whole program: `python -c`, or a profile as a here-document.
+    program = printable(" ".join(row["program"].split()))
+    if len(program) > SHOWN_PROGRAM:
+        program = f"{program[: SHOWN_PROGRAM - 3]}..."
+    of = f" of `{program}`" if program else ""
+    return f"{printable(row['what'])}{of}: {amounts(row['held'])}"
 
 
 # -- why not --------------------------------------------------------------------------------------------------------
@@ -207,6 +218,13 @@ def token_at_hand(env: Mapping[str, str]) -> bool:
     """Whether Ray would find a token. Only whether: what it is stays between Ray and its file."""
     file = env.get("RAY_AUTH_TOKEN_PATH") or str(Path(env.get("HOME", "~")).expanduser() / ".ray" / "auth_token")
     return bool(env.get("RAY_AUTH_TOKEN")) or Path(file).is_file()
+
+
+def _no_token() -> EnvironmentUnfit:
+    return EnvironmentUnfit(
+        "RAY_AUTH_MODE is token, and there is none in RAY_AUTH_TOKEN, at RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token",
+        hint="`ray get-auth-token` on the cluster's head prints it; unset RAY_AUTH_MODE for a cluster that wants none",
+    )
 
 
 def _not_admitted(address: str, token: bool, env: Mapping[str, str]) -> EnvironmentUnfit:

@@ -20,7 +20,7 @@ from nftctl.engine import head, services
 from nftctl.engine.cluster import Cluster
 from nftctl.engine.head import LOOK_S, HeadWatch, dead_nodes
 from nftctl.engine.lost import RanksLost
-from nftctl.engine.placement import place, refuse_other_code, start_ray
+from nftctl.engine.placement import place, refuse_other_code, refuse_other_folder, start_ray
 from nftctl.engine.seats import Node, first_ranks, span
 from nftctl.engine.storage import Input, refuse_unshared
 from nftctl.engine.worker import Worker
@@ -143,6 +143,8 @@ class Group:
             names = {services.OWN_TOKEN, *(provider.token_env for provider in asked)} & set(os.environ)
             group.call("settle", Path.cwd(), {name: os.environ[name] for name in names})
         group.members = group.call("about")
+        if cluster is None:
+            refuse_other_folder(group.members)
         if len(first_ranks(seats)) > 1 or profile.grid.interface:
             group.call("wire", profile.grid.interface)
         host, port = group.call_one(0, "host_store", ranks, timeout)
@@ -277,8 +279,10 @@ class Group:
             with contextlib.suppress(Exception):
                 ray.shutdown()  # of a cluster that was joined, it only takes leave
         for member in self.members:
-            # A stopped process ignores Ray's polite kill; it is ours, on this host, and must not outlive the run.
-            if member["host"] == os.uname().nodename and _is_rank_process(member["pid"]):
+            # A stopped process ignores Ray's polite kill; it is ours, on this host, and must not outlive the run. By
+            # its name a host cannot be told: many are called localhost.
+            here = not self._seats or self._seats[member["rank"]].here
+            if here and _is_rank_process(member["pid"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member["pid"], signal.SIGKILL)
 

@@ -160,9 +160,26 @@ def place(ranks: int, device: str, seats: Sequence[Node] = (), timeout_s: float 
     return group
 
 
+def own_folder() -> Path:
+    """Where this process has its nftctl from."""
+    return Path(__file__).resolve().parents[1]
+
+
+def refuse_other_folder(members: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse ranks of a private Ray that took their nftctl from elsewhere; Ray lets them look in the working folder."""
+    ours = str(own_folder())
+    for member in members:
+        theirs = member.get("code", "an older nftctl's folder")
+        if theirs != ours:
+            raise EnvironmentUnfit(
+                f"rank {member['rank']} would run nftctl from {theirs}, and this process runs it from {ours}",
+                hint="ranks look in the working folder first: start from a folder that holds no other nftctl",
+            )
+
+
 def own_code() -> dict[str, str]:
     """What has to be the same wherever ranks run: the versions of the arithmetic, and a hash of nftctl's source."""
-    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    digest, root = hashlib.sha256(), own_folder()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     # Of itself nftctl needs no metadata: a source tree on the path of Python has none.

@@ -19,6 +19,8 @@ TIMEOUT_S = 5.0
 SHOWN = ("CPU", "GPU")
 RESERVED = "_group_"
 """In the name of a resource that a placement group holds: CPU_group_<its id>."""
+JOB_DIGITS = 8
+"""So many digits at the end of a placement group's id are the id of the job that made it."""
 
 
 def survey(address: str) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def survey(address: str) -> dict[str, Any]:
         "ray": metadata["ray_version"],
         "python": metadata["python_version"],
         "nodes": nodes,
-        "holders": [*_actor_holders(actors, programs), *_group_holders(total)],
+        "holders": [*_actor_holders(actors, programs), *_group_holders(total, programs)],
     }
 
 
@@ -80,7 +82,8 @@ def _actor_holders(actors: list[Any], programs: dict[str, str]) -> list[dict[str
     ]
 
 
-def _group_holders(total: dict[bytes, dict[str, float]]) -> list[dict[str, Any]]:
+def _group_holders(total: dict[bytes, dict[str, float]], programs: dict[str, str]) -> list[dict[str, Any]]:
+    """Placement groups, as a run of nftctl is one, with the program of the job that made each."""
     held: dict[str, dict[str, float]] = {}
     for resources in total.values():
         for name, amount in resources.items():
@@ -89,7 +92,10 @@ def _group_holders(total: dict[bytes, dict[str, float]]) -> list[dict[str, Any]]
             if kind in SHOWN and group and "_" not in group:
                 row = held.setdefault(group, dict.fromkeys(SHOWN, 0.0))
                 row[kind] += amount
-    return [{"what": f"placement group {group[:12]}", "program": "", "held": row} for group, row in held.items()]
+    return [
+        {"what": f"placement group {group[:12]}", "program": programs.get(group[-JOB_DIGITS:], ""), "held": row}
+        for group, row in held.items()
+    ]
 
 
 def raylets_here() -> dict[str, str]:

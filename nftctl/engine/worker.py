@@ -101,10 +101,11 @@ class Worker:
     # -- one world ----------------------------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """Process id and host of this rank."""
+        """Process id and host of this rank, and the folder of the nftctl that it runs."""
         import socket
 
-        return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}
+        code = str(Path(__file__).resolve().parents[1])
+        return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "code": code}
 
     def wire(self, interface: str) -> None:
         """Before `join`, where ranks are on several nodes: talk over `interface`, empty for the node's own."""

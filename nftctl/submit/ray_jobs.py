@@ -195,7 +195,7 @@ class JobServer:
                 method, self.address + path, json=body, headers=self._headers, allow_redirects=False
             ) as answer:
                 text = await answer.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:  # the last: no host's name
             raise self._unreachable(error) from None
         if answer.status == 404 and missing is not None:
             return missing

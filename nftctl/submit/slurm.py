@@ -19,6 +19,8 @@ from nftctl.submit.portable import without_settings
 from nftctl.submit.size import Size
 from nftctl.submit.template import fill
 
+EARLY_S = 60
+"""So much sooner than it was asked to Slurm may send a signal."""
 TEST_TIMEOUT_S = 30.0
 """Longest wait for `sbatch --test-only`."""
 
@@ -42,6 +44,7 @@ def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: W
     for line in wishes.directives:
         if not line.startswith("-"):
             raise UsageRefused(f'--sbatch "{line}" is no option of sbatch', hint='for example --sbatch "--partition=a"')
+    refuse_short(wishes.directives, wishes.grace_s)
     gpus = [f"#SBATCH --gpus-per-node={size.gpus}"] if size.gpus else []
     memory = [f"#SBATCH --mem={wishes.memory}"] if wishes.memory else []
     return fill(
@@ -74,6 +77,36 @@ def refuse_broken_line(option: str, line: str) -> None:
     """A line break would begin a line of another kind."""
     if not line.strip() or not line.isprintable():
         raise UsageRefused(f'{option} "{printable(line)}" is not one line of text', hint=f"give {option} once per line")
+
+
+def refuse_short(directives: Sequence[str], grace_s: int) -> None:
+    """A time limit within which a job hears nothing but the word to stop, and would go back into the queue for ever."""
+    limit = time_limit(directives)
+    if limit is not None and limit <= grace_s + EARLY_S:
+        raise UsageRefused(
+            f"--sbatch gives the job {limit} s, and {grace_s} s before their end (--grace), or up to {EARLY_S} s "
+            "sooner, it is told to stop: no step would ever be taken",
+            hint="give it more --time, or a shorter --grace",
+        )
+
+
+def time_limit(directives: Sequence[str]) -> int | None:
+    """Seconds of the last --time among options of sbatch; None without one, and for what sbatch may judge by itself."""
+    words = [word for line in directives for word in line.split()]
+    found = ""
+    for number, word in enumerate(words):
+        if word in ("--time", "-t"):
+            found = " ".join(words[number + 1 : number + 2])
+        elif match := re.fullmatch(r"--time=(.+)|-t(?!-)(.+)", word):
+            found = match[1] or match[2]
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", found)
+    if not match:
+        return None
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    first, second, third = parts
+    if days is None and third is None:  # minutes, or minutes and seconds
+        first, second, third = 0, first, second
+    return (((days or 0) * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0) or None
 
 
 def mark_outside(text: str, word: str = "END_OF_PROFILE") -> str:

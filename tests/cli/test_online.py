@@ -161,6 +161,7 @@ def test_what_a_cluster_is_and_lacks_is_told(tmp_path: Path, monkeypatch: pytest
     assert unfit.key == "grid.address"
     assert "4 ranks need 4 CPU, 4 GPU (rl.group_size = 4)" in unfit.message
     assert answers.gpus["visible"] == 2
+    assert answers.gpus["how"] == "2 on the nodes of the cluster"
 
 
 def test_a_full_disk_is_told_for_a_private_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,10 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         def attempt(self: Attempts, words: Sequence[str]) -> int:
             calls.append(list(words))
             code, lost = left.pop(0)
-            said = json.dumps({"command": words[0], "ok": not code, "exit_code": code, "own": len(calls)})
-            self.spoken.append("" if code < 0 else said if json_ else f"output {len(calls)}\n")
-            if lost == "no attempt":
+            said = {"command": words[0], "ok": not code, "exit_code": code, "own": len(calls)}
+            said |= {"error": {"message": lost}} if code == 8 else {}
+            self.spoken.append("" if code < 0 else json.dumps(said) if json_ else f"output {len(calls)}\n")
+            if lost == "no attempt" or code == 8:
                 return code
             folder = run / "logs" / f"attempt_{len(calls)}"
             folder.mkdir()
@@ -287,6 +288,41 @@ def test_the_wait_ends(played: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     code, calls = played([(7, "node b is gone")], 3, wait=0.2)
     assert (code, len(calls)) == (8, 1)
     assert "no room to go on within 0 s: 4 ranks need 4 CPU" in capsys.readouterr().err
+
+
+def test_a_place_that_has_room_and_stays_unfit_is_given_up(
+    played: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A GPU that fell off its bus, say: a Ray of one's own always has room."""
+    monkeypatch.setattr(restarts, "PAUSE_S", 0.6)
+    (tmp_path / "run/checkpoints/step_000004").mkdir(parents=True)
+    endings = [(7, "rank 1 died"), (8, "4 GPUs are needed"), (8, "4 GPUs are needed")]
+    code, calls = played(endings, 3, wait=1, json_=True)
+    assert (code, len(calls)) == (8, 3)
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["error"]["message"] == "no attempt could go on within 1 s: 4 GPUs are needed"
+    assert document["restarts"] == 0
+    assert said.err.count("go on with: nftctl resume") == 1
+
+
+def test_the_first_attempt_of_a_run_that_took_another_ones_place_is_one(tmp_path: Path) -> None:
+    """--auto-resume moves a run without a checkpoint away, and begins at attempt_1 again."""
+    attempts = Attempts(Console(), tmp_path / "run", Profile(), 1)
+
+    def begin(message: str) -> None:
+        folder = tmp_path / "run/logs/attempt_1"
+        folder.mkdir(parents=True)
+        (folder.parent / "latest").symlink_to(folder.name)
+        (folder / "lost.json").write_text(json.dumps({"message": message}))
+
+    begin("yesterday")
+    before = attempts._attempt()
+    assert attempts._lost(7, before) == ""
+    (tmp_path / "run").rename(tmp_path / "run.unsaved-1")
+    assert attempts._lost(7, before) == ""
+    begin("today")
+    assert attempts._lost(7, before) == "today"
 
 
 def test_only_losses_leave_word(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,10 +72,12 @@ def profile_in(script: str) -> dict[str, Any]:
         (("--to", "kubernetes"), "--to kubernetes needs --image and --volume"),
         (("--to", "kubernetes", "--volume", "a:/b"), "--to kubernetes needs --image"),
         (("--to", "kubernetes", "--image", "a"), "--to kubernetes needs --volume"),
-        (("--to", "slurm", "--memory-per-node", "much"), '--memory-per-node "much" is no size'),
+        (("--to", "slurm", "--memory-per-node", "much"), '--memory-per-node "much" is no size of slurm'),
+        (("--to", "slurm", "--memory-per-node", "512Gi"), '--memory-per-node "512Gi" is no size of slurm'),
         (("--to", "ray"), "which Ray cluster?"),
         (("--status", " ", "--address", "http://h"), "the id of the job is empty"),
         (("--to", "slurm", "--name", ""), "--name is empty"),
+        ((*KUBERNETES, "--memory-per-node", "4g"), '--memory-per-node "4g" is no size of kubernetes'),
         ((*KUBERNETES, "--name", " "), "--name is empty"),
         ((*KUBERNETES[:-1], "runs:/etc/nftctl"), "is in the way of /etc/nftctl"),
         ((*KUBERNETES, "--secret", "scorer"), "--secret scorer means nothing: no reward provider"),
@@ -129,6 +132,18 @@ def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
     assert "x is there already" in said
     assert (tmp_path / "x").read_text() == "mine"
     assert run("--to", "slurm", "--output", "no/where")[0] == 2
+
+
+def test_half_a_file_is_not_left(run: Run, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a disk that is full
+    try:
+        code, out, said = run("--to", "slurm", "--output", "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, out) == (2, "")
+    assert "x cannot be written: File too large" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- slurm and kubernetes -------------------------------------------------------------------------------------------
@@ -266,8 +281,12 @@ def test_a_run_is_handed_to_a_job_server(run: Run, fake: FakeJobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"), [(("SUCCEEDED", 0), 0), (("FAILED", 7), 7), (("FAILED", None), 8), (("STOPPED", None), 143)]
-)
+    ("ends", "expected"),
+    [
+        (("SUCCEEDED", 0), 0), (("FAILED", 7), 7), (("FAILED", None), 8), (("STOPPED", None), 143),
+        (("FAILED", -9), 137),  # a signal ended it, as the system does that has no memory left
+    ],
+)  # fmt: skip
 def test_who_follows_a_job_ends_as_the_run_does(
     run: Run, fake: FakeJobs, ends: tuple[str, int | None], expected: int
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from nftctl.engine import cluster as cluster_module
 from nftctl.engine.cluster import (
     Cluster,
+    _holder,
     choose_device,
     find_cluster,
     look_at,
@@ -27,6 +28,7 @@ from nftctl.engine.cluster import (
     token_at_hand,
 )
 from nftctl.engine.seats import Node, seat, told
+from nftctl.engine.survey import _group_holders
 from nftctl.errors import EnvironmentUnfit
 from nftctl.profile.schema import Grid, Profile
 
@@ -112,6 +114,40 @@ def test_a_dead_address_is_answered_at_once() -> None:
     with pytest.raises(EnvironmentUnfit, match=rf"no Ray at {address} \(grid.address\): Connection refused"):
         look_at(Grid(address=address), {})
     assert time.monotonic() - before < 5  # Ray alone: two minutes
+
+
+@pytest.mark.parametrize("host", ["head..cluster", "h" * 64])
+def test_what_can_be_no_host_is_not_there(host: str) -> None:
+    with pytest.raises(EnvironmentUnfit, match=rf"no Ray at {host}:6379 \(grid.address\): that is no host name"):
+        look_at(Grid(address=f"{host}:6379"), {})
+
+
+def test_a_token_that_is_to_be_sent_and_is_not_there(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(EnvironmentUnfit, match="RAY_AUTH_MODE is token, and there is none in RAY_AUTH_TOKEN"):
+            look_at(Grid(address=address), {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"})
+
+
+def test_a_placement_group_is_told_with_the_program_that_made_it() -> None:
+    """Other runs of nftctl hold their room by one. By Ray's own ids."""
+    from ray._raylet import JobID, PlacementGroupID
+
+    job = JobID.from_int(7)
+    ours, theirs = (PlacementGroupID.of(one).hex() for one in (job, JobID.from_int(8)))
+    total = {b"n": {"CPU": 4.0, f"CPU_group_{ours}": 3.0, f"CPU_group_0_{ours}": 3.0, f"GPU_group_{theirs}": 1.0}}
+    assert _group_holders(total, {job.hex(): "nftctl launch p.toml"}) == [
+        {"what": f"placement group {ours[:12]}", "program": "nftctl launch p.toml", "held": {"CPU": 3.0, "GPU": 0.0}},
+        {"what": f"placement group {theirs[:12]}", "program": "", "held": {"CPU": 0.0, "GPU": 1.0}},
+    ]
+
+
+def test_who_holds_room_is_told_on_one_line() -> None:
+    """A command line is somebody else's, and may be a whole program."""
+    row = {"what": "actor a\x1b[2J (pid 7)", "program": "python -c \nimport ray\n" + "x" * 200, "held": {"CPU": 1.0}}
+    said = "python -c import ray "
+    assert _holder(row) == rf"actor a\x1b[2J (pid 7) of `{said}{'x' * (117 - len(said))}...`: 1 CPU, 0 GPU"
+    assert _holder(row | {"program": "", "what": "actor b"}) == "actor b: 1 CPU, 0 GPU"
 
 
 def test_what_listens_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

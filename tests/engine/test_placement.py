@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nftctl.engine.placement import _not_started, judge_node, own_code, own_logs
+from nftctl.engine.placement import _not_started, judge_node, own_code, own_logs, refuse_other_folder
+from nftctl.engine.worker import Worker
 from nftctl.errors import EnvironmentUnfit
 
 OURS = {"nftctl": "1.0", "torch": "2.13.0", "source": "aa"}
@@ -62,3 +63,14 @@ def test_why_ray_did_not_start_is_said_in_its_own_words(monkeypatch: pytest.Monk
     assert str(logs) in unfit.hint
     (logs / "raylet.err").write_text("[1 C] (raylet) Check failed: x Timed out waiting for file /p\n*** Stack\n")
     assert _not_started(error, None).message.endswith("; its raylet ended with: x Timed out waiting for file /p")
+
+
+def test_ranks_that_found_another_nftctl_are_refused() -> None:
+    own = Worker(0, None).about()
+    refuse_other_folder([own])
+    for other in ({"code": "/home/me/nftctl"}, {"code": own["code"] + "/.."}):
+        with pytest.raises(EnvironmentUnfit, match=r"rank 1 would run nftctl from .*, and this process runs it from"):
+            refuse_other_folder([own, {**own, "rank": 1, **other}])
+    older = {name: value for name, value in own.items() if name != "code"}
+    with pytest.raises(EnvironmentUnfit, match="an older nftctl"):
+        refuse_other_folder([older])

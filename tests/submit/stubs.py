@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -126,6 +127,14 @@ class Stubs:
             wait_for(lambda: "heard" in self.calls)
         _, said = process.communicate(timeout=60)
         return process.returncode, said
+
+
+def shellcheck(*files: Path, shell: str, besides: str = "") -> tuple[int, str]:
+    """Exit code and findings of shellcheck, those with the codes `besides` left out."""
+    program = str(Path(sys.executable).with_name("shellcheck"))
+    command = [program, "--shell", shell, *(["--exclude", besides] if besides else []), *map(str, files)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.returncode, answer.stdout
 
 
 def wait_for(true: Callable[[], bool]) -> None:

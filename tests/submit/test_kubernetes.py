@@ -20,7 +20,7 @@ from nftctl.errors import UsageRefused
 from nftctl.submit.kubernetes import Wishes, is_on, manifest, object_name, parse_volume, quoted
 from nftctl.submit.size import Size
 
-from .stubs import Stubs
+from .stubs import Stubs, shellcheck
 
 WISHES = Wishes("registry/nftctl:1", "runs", "/data")
 PROFILE = '# The profile\n\n[job]\nname = "a: \\"b\\" #c"\n'
@@ -165,6 +165,7 @@ def test_what_a_pod_says_does_not_reach_the_run(tmp_path: Path) -> None:
     config, _ = read(make(tokens=("NFTCTL_REWARD_TOKEN", "T"), secret="scorer"))
     more = {"NFTCTL_RL__BETA": "3", "NFTCTL_REWARD_TOKEN": "s", "NFTCTL_DEBUG": "1", "NFTCTL_PROFILE": "p", "T": "t"}
     (tmp_path / "launch.sh").write_text(config["data"]["launch.sh"])
+    assert shellcheck(tmp_path / "launch.sh", shell="sh") == (0, "")
     command = ["/bin/sh", str(tmp_path / "launch.sh")]
     subprocess.run(command, env=stubs.environment() | more, check=True, stdin=subprocess.DEVNULL, timeout=60)
     assert stubs.calls == ["nftctl launch /etc/nftctl/profile.toml --auto-resume --max-restarts 2"]

@@ -21,7 +21,7 @@ from nftctl.submit.portable import profile_text
 from nftctl.submit.ray_jobs import JobServer, entrypoint, find_address, find_token, request
 
 from .job_server import FakeJobs, serving
-from .stubs import Stubs
+from .stubs import Stubs, shellcheck
 
 
 @pytest.fixture
@@ -139,6 +139,9 @@ def test_nobody_there_is_the_environments_fault() -> None:
     with pytest.raises(EnvironmentUnfit, match="no job server at http://127") as caught:
         ask(fake, lambda server: server.status("j"))
     assert "ray[default]" in caught.value.hint
+    nobody = FakeJobs(address="http://head..cluster:8265")  # no name can be
+    with pytest.raises(EnvironmentUnfit, match=r"no job server at http://head\.\.cluster:8265"):
+        ask(nobody, lambda server: server.status("j"))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +219,8 @@ def test_what_rays_head_says_does_not_reach_the_run(tmp_path: Path, as_file: boo
     # Only variables of ours are unset, so the name of a token may be anything at all.
     tokens = ["NFTCTL_REWARD_TOKEN", "MY_TOKEN", "x; touch bad", "NFTCTL_JUDGE_TOKEN"]
     command = entrypoint("# p\n", ["export NFTCTL_RL__SEED=7"], ["--auto-resume"], tokens, as_file=as_file)
+    (tmp_path / "job.sh").write_text(command)
+    assert shellcheck(tmp_path / "job.sh", shell="sh") == (0, "")
     run_job(
         command, stubs, NFTCTL_RL__BETA="3 \n NFTCTL_X=1", NFTCTL_rl__seed="2", NFTCTL_PROFILE="p", NFTCTL_DEBUG="1",
         NFTCTL_REWARD_TOKEN="s", NFTCTL_JUDGE_TOKEN="j", MY_TOKEN="m",

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -22,7 +21,7 @@ from nftctl.submit import slurm
 from nftctl.submit.portable import profile_text
 from nftctl.submit.size import Size
 
-from .stubs import Stubs
+from .stubs import Stubs, shellcheck
 
 SIZE = Size(nodes=2, ranks=4, ranks_per_node=2, gpus=2, cpus=8)
 HEAD = "ray start --head --port=0 --include-dashboard=false --block --num-cpus=8 --num-gpus=2 --disable-usage-stats"
@@ -284,6 +283,33 @@ def test_what_is_not_one_line_is_refused(option: str, line: str) -> None:
         make(**{option: [line]})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("directives", "seconds"),
+    [
+        ([], None),
+        (["--time=3"], 180),
+        (["-t 3:05"], 185),
+        (["-t1:02:03"], 3723),
+        (["--partition=a --time 2-3"], 183_600),
+        (["--time=1-00:10", "--account=x"], 87_000),
+        (["--time=1-0:10:05"], 87_005),
+        (["--time=5", "--time=7"], 420),  # the last one counts, as it does for sbatch
+        (["--time=0"], None),  # no limit
+        (["--time=UNLIMITED"], None),
+        (["--time-min=1", "--test-only"], None),
+    ],
+)
+def test_the_time_limit_as_sbatch_reads_it(directives: list[str], seconds: int | None) -> None:
+    assert slurm.time_limit(directives) == seconds
+
+
+def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
+    """Such a job would be told to stop as soon as it begins, and go back into the queue for ever."""
+    with pytest.raises(UsageRefused, match="gives the job 180 s, and 120 s before their end"):
+        make(directives=["--time=3"], grace_s=120)
+    assert "#SBATCH --time=3:01\n" in make(directives=["--time=3:01"], grace_s=120)
+
+
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     files = []
     for number, script in enumerate(
@@ -296,16 +322,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
         files.append(tmp_path / f"{number}.sbatch")
         files[-1].write_text(script)
     # What --setup names is on the cluster, not here.
-    command = [
-        str(Path(sys.executable).with_name("shellcheck")),
-        "--shell",
-        "bash",
-        "--exclude",
-        "SC1091",
-        *map(str, files),
-    ]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (answer.returncode, answer.stdout) == (0, "")
+    assert shellcheck(*files, shell="bash", besides="SC1091") == (0, "")
 
 
 def test_slurm_itself_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
