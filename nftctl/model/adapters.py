@@ -48,15 +48,14 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
     """A and B of the active adapter in the base's precision, for as long as `weights` says that nothing moves them."""
 
     def forward(self, x: Tensor | Rounded, *_: Any, **__: Any) -> Tensor:
+        result: Tensor = self.base_layer(x)
         if not self.adapts:
-            result: Tensor = self.base_layer(x)
             return result
         exact, down = unrounded(x), self.pair[0]
-        return self.with_low(x, nn.functional.linear(exact, down.to(exact.dtype)))
+        return self.raised(result, nn.functional.linear(exact, down.to(exact.dtype)))
 
-    def with_low(self, x: Tensor | Rounded, low: Tensor) -> Tensor:
-        """The layer's answer to x [..., in], of which `low` [..., rank] is the adapter's first product."""
-        result: Tensor = self.base_layer(x)
+    def raised(self, result: Tensor, low: Tensor) -> Tensor:
+        """The base's answer [..., out] and the adapter's, of which `low` [..., rank] is the first product."""
         return result + nn.functional.linear(low, self.pair[1].to(low.dtype)) * self.scaling[self._active_adapter[0]]
 
     @property
@@ -102,7 +101,7 @@ def together(x: Tensor | Rounded, *modules: nn.Module) -> list[Tensor]:
     downs = [module.pair[0] for module in adapted]
     lows = iter(nn.functional.linear(unrounded(x), torch.cat(downs)).split([len(down) for down in downs], dim=-1))
     return [
-        cast(AdaptedLinear, module).with_low(x, next(lows)) if wait else module(x)
+        cast(AdaptedLinear, module).raised(cast(Any, module).base_layer(x), next(lows)) if wait else module(x)
         for module, wait in zip(modules, waits, strict=True)
     ]
 

@@ -57,8 +57,6 @@ def most_checkpoints(profile: Profile) -> int:
     total, keep = profile.rl.max_steps or 1, profile.checkpoint
     last_alone = 1 if not keep.every or total % keep.every else 0
     saves = (total // keep.every if keep.every else 0) + last_alone
-    kept = 0
-    if keep.keep_every:
-        kept = total // math.lcm(keep.every, keep.keep_every) if keep.every else 0
-        kept += bool(last_alone and total % keep.keep_every == 0)
+    # The last one is the one being written.
+    kept = (total - 1) // math.lcm(keep.every, keep.keep_every) if keep.every and keep.keep_every else 0
     return min(saves, keep.keep_last + kept + 1)
