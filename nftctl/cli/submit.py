@@ -237,10 +237,11 @@ def _to_slurm(console: Console, source: Source, options: Options) -> None:
 
     resolved, warnings = _load(console, source)
     size = _size(console, resolved, options)
+    job = resolved.profile.job
     wishes = slurm.Wishes(
-        str(Path.cwd()), options.grace, options.memory_per_node, directives=options.sbatch, setup=options.setup
+        str(Path.cwd()), job.run_dir, options.grace, options.memory_per_node, options.sbatch, options.setup
     )
-    name = resolved.profile.job.name
+    name = job.name
     text = slurm.script(profile_text(resolved), name, size, token_variables(resolved), wishes)
     console.say(f"run {name}: {size.describe()}")
     extra = {"test_only": _say_tested(console, slurm.test_only(text))}

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nftctl.errors import UsageRefused
 from nftctl.profile.diagnose import printable
@@ -21,15 +22,18 @@ from nftctl.submit.template import fill
 
 EARLY_S = 60
 """So much sooner than it was asked to Slurm may send a signal."""
+ATTEMPTS = 5
+"""After so many that left no checkpoint at all, a job is not requeued: it is given too little time for one step."""
 TEST_TIMEOUT_S = 30.0
 """Longest wait for `sbatch --test-only`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the profile does not say. `folder` is the folder from which relative paths count."""
+    """What the profile does not say. `folder`: from there relative paths count; `runs`: that of the runs."""
 
     folder: str
+    runs: str = "runs"
     grace_s: int = 120
     memory: str = ""
     directives: Sequence[str] = ()
@@ -60,6 +64,8 @@ def script(profile: str, name: str, size: Size, tokens: Sequence[str], wishes: W
             "grace": str(wishes.grace_s),
             "extra": "\n".join(f"#SBATCH {line}" for line in wishes.directives),
             "folder": shlex.quote(wishes.folder),
+            "checkpoints": shlex.quote(str(Path(wishes.runs) / name / "checkpoints")),
+            "attempts": str(ATTEMPTS),
             "clear": without_settings(tokens),
             "setup": _relaxed(wishes.setup),
             "profile": profile.rstrip("\n"),

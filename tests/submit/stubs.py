@@ -117,10 +117,12 @@ class Stubs:
         _, said = process.communicate(timeout=timeout)
         return process.returncode, said
 
-    def interrupt(self, script: str, *signals: signal.Signals, nodes: str = "n1") -> tuple[int, str]:
+    def interrupt(
+        self, script: str, *signals: signal.Signals, nodes: str = "n1", extra: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
         """The same for a script that is sent signals while its launch is running, one after the other."""
         self.say(hold="")
-        process = self.start(script, nodes)
+        process = self.start(script, nodes, extra)
         wait_for(lambda: (self.folder / "running").exists())
         for number in signals:
             process.send_signal(number)

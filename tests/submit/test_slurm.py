@@ -108,6 +108,22 @@ def test_the_next_attempt_is_the_same_command(stubs: Stubs) -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "saved", "requeued"), [("3", False, True), ("4", False, False), ("4", True, True), ("40", True, True)]
+)
+def test_a_job_that_never_comes_to_a_step_is_not_requeued_for_ever(
+    stubs: Stubs, tmp_path: Path, count: str, saved: bool, requeued: bool
+) -> None:
+    runs = tmp_path / "it's a run's folder"
+    if saved:
+        (runs / "first" / "checkpoints" / "step_000002").mkdir(parents=True)
+    script = make(tmp_path, runs=runs.name)
+    code, said = stubs.interrupt(script, signal.SIGTERM, extra={"SLURM_RESTART_COUNT": count})
+    assert code == 143
+    assert ("scontrol requeue 77" in stubs.calls) is requeued
+    assert ("5 attempts left no checkpoint" in said) is not requeued
+
+
+@pytest.mark.parametrize(
     ("state", "requeued"), [("CANCELLED", False), ("COMPLETING", False), ("TIMEOUT", False), ("RUNNING", True)]
 )
 def test_a_job_that_was_cancelled_is_not_requeued(stubs: Stubs, state: str, requeued: bool) -> None:
