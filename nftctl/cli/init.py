@@ -115,7 +115,12 @@ def _write_new(target: Path, text: str) -> None:
         meant = shlex.quote(f"{target}.toml")
         raise UsageRefused(f'the name of a profile ends in .toml, got "{target}"', hint=f"nftctl init {meant}")
     with target.open("x", encoding="utf-8") as file:
-        file.write(text)
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            target.unlink()  # half of it would stand in the way of the next try
+            raise
 
 
 def starter(base: str, file: str) -> str:

@@ -23,6 +23,7 @@ def _first_words() -> None:
 
 try:
     _first_words()
+    import atexit
     import contextlib
     import traceback
     from collections.abc import Sequence
@@ -77,7 +78,12 @@ def _left(code: int) -> int:
     if code in (ExitCode.SIGINT, ExitCode.SIGTERM) or "ray" not in sys.modules:
         _hear_no_more()
     head = sys.modules.get("nftctl.engine.head")
-    if head is not None and head.abandoned:
+    abandoned = head is not None and head.abandoned
+    # A Ray that was interrupted while it started can crash the interpreter that takes it down, after all is said.
+    broken = code in (ExitCode.SIGINT, ExitCode.SIGTERM) and "ray" in sys.modules
+    if broken and not abandoned:
+        atexit._run_exitfuncs()
+    if abandoned or broken:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

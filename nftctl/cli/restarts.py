@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import orjson
 import typer
 
+from nftctl import itself
 from nftctl.cli.completion import runs_folder
 from nftctl.cli.console import SCHEMA_VERSION, Console
 from nftctl.cli.signals import AT_ONCE, RESTARTS_LEFT, SIGNALS
@@ -258,7 +259,7 @@ class Attempts:
     def _try(self, words: Sequence[str]) -> int:
         options = [*(["--json"] if self.console.json else []), *(["--quiet"] if self.console.quiet else [])]
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "nftctl", *words, *options],
+            itself.command("nftctl", *words, *options),
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, RESTARTS_LEFT: str(self.restarts - self.used)},

@@ -20,7 +20,7 @@ from nftctl.engine import head, services
 from nftctl.engine.cluster import Cluster
 from nftctl.engine.head import LOOK_S, HeadWatch, dead_nodes
 from nftctl.engine.lost import RanksLost
-from nftctl.engine.placement import place, refuse_other_code, refuse_other_folder, start_ray
+from nftctl.engine.placement import place, refuse_other_code, refuse_other_folder, refuse_shadowed, start_ray
 from nftctl.engine.seats import Node, first_ranks, span
 from nftctl.engine.storage import Input, refuse_unshared
 from nftctl.engine.worker import Worker
@@ -114,6 +114,8 @@ class Group:
         `inputs` are the files that every node has to read alike. `born` receives the group as soon as there is
         something to shut down, also when the rest of the start fails.
         """
+        if cluster is None:
+            refuse_shadowed(Path.cwd())
         ranks, timeout = profile.ranks, profile.grid.collective_timeout_s
         group = cls([], "cpu", logs, timeout)
         born(group)

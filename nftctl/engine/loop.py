@@ -26,6 +26,7 @@ from nftctl.engine.looking import Looking
 from nftctl.engine.lost import noted
 from nftctl.engine.observation import Observation, observe
 from nftctl.engine.pictures import write_curve
+from nftctl.engine.placement import refuse_shadowed
 from nftctl.engine.plan import JobPlan, plan_versions
 from nftctl.engine.reporter import Reporter
 from nftctl.engine.saving import Checkpoints
@@ -83,6 +84,8 @@ def run_job(plan: JobPlan, reporter: Reporter, group: Group | None = None) -> di
 
 def _run_job(plan: JobPlan, reporter: Reporter, group: Group | None) -> dict[str, Any]:
     cluster = find_cluster(plan.profile, os.environ, reporter.note) if group is None else None
+    if group is None and cluster is None:
+        refuse_shadowed(Path.cwd())
     judging = services.for_evaluation(plan.profile)
     http = services.ask_http(plan.profile, plan.revisions)
     http_judges = services.ask_http(judging, plan.judges)
@@ -266,7 +269,7 @@ class _Run:
             if last or (every and state.step % every == 0):
                 saves.begin(state, self.observation.metrics.rows)
             if state.step == self.plan.total_steps:
-                _enter("ending")
+                saves.finish()  # nobody who has enough of the closing evaluation is to lose the run
             if looking.scores(state):
                 self._say_look(looking, state)
             looking.if_due(state)
@@ -288,6 +291,8 @@ class _Run:
 
     def _step(self, state: RunState, saves: Checkpoints, keep: bool) -> RunState:
         row, state, rewards = take_step(self.group, state, saves.advance_if_written, keep=keep)
+        if state.step == self.plan.total_steps:
+            _enter("ending")
         self.observation.step(row, rewards, self.plan.total_steps)
         return state
 

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nftctl import __version__
+from nftctl import __version__, itself
 from nftctl.engine.cluster import Cluster, choose_device, ray_folder
 from nftctl.engine.seats import Node, bundle_of
 from nftctl.errors import EnvironmentUnfit
@@ -160,26 +160,32 @@ def place(ranks: int, device: str, seats: Sequence[Node] = (), timeout_s: float 
     return group
 
 
-def own_folder() -> Path:
-    """Where this process has its nftctl from."""
-    return Path(__file__).resolve().parents[1]
+def refuse_shadowed(working: Path) -> None:
+    """Refuse a working folder with another nftctl: Ray lets the ranks of a private instance look there first."""
+    other = working / "nftctl"
+    if (other / "__init__.py").is_file() and other.resolve() != itself.folder():
+        raise EnvironmentUnfit(
+            f"ranks would run the nftctl that lies in the working folder, {other}, and this process runs "
+            f"{itself.folder()}",
+            hint="start from another folder, or with that nftctl's own command",
+        )
 
 
 def refuse_other_folder(members: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse ranks of a private Ray that took their nftctl from elsewhere; Ray lets them look in the working folder."""
-    ours = str(own_folder())
+    """Refuse ranks of a private Ray that took their nftctl from elsewhere, wherever they found it."""
+    ours = str(itself.folder())
     for member in members:
         theirs = member.get("code", "an older nftctl's folder")
         if theirs != ours:
             raise EnvironmentUnfit(
                 f"rank {member['rank']} would run nftctl from {theirs}, and this process runs it from {ours}",
-                hint="ranks look in the working folder first: start from a folder that holds no other nftctl",
+                hint="look at PYTHONPATH and at sitecustomize: ranks are to find the nftctl that the command found",
             )
 
 
 def own_code() -> dict[str, str]:
     """What has to be the same wherever ranks run: the versions of the arithmetic, and a hash of nftctl's source."""
-    digest, root = hashlib.sha256(), own_folder()
+    digest, root = hashlib.sha256(), itself.folder()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     # Of itself nftctl needs no metadata: a source tree on the path of Python has none.

@@ -11,12 +11,12 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nftctl import itself
 from nftctl.errors import RewardFailed
 from nftctl.profile.schema import Profile, Provider, Reward
 from nftctl.reward.protocol import ServiceInfo
@@ -120,7 +120,7 @@ def _guarded(provider: Provider) -> Provider:
 
 
 def _start(provider: Provider, revision: str, log: Path, host: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "nftctl", "reward-serve", "--scorer", provider.scorer]
+    command = itself.command("nftctl", "reward-serve", "--scorer", provider.scorer)
     command += ["--host", host, "--port", "0"]
     # The service reads its token under the default name; the value is in the child's environment and nowhere else.
     env = {k: v for k, v in os.environ.items() if k not in ("NFTCTL_REWARD_TOKEN", OWN_TOKEN)}

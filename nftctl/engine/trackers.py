@@ -12,7 +12,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from nftctl import itself
 from nftctl.engine.tracker_process import CLOSE_S
 from nftctl.run.rows import Row
 
@@ -208,7 +208,7 @@ class Remote:
         try:
             with log.open("ab") as sink:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "nftctl.engine.tracker_process", name],
+                    itself.command("nftctl.engine.tracker_process", name),
                     stdin=subprocess.PIPE,
                     stdout=sink,
                     stderr=subprocess.STDOUT,

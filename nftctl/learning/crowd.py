@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,19 +16,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nftctl import itself
 from nftctl.errors import TrainingFailed
 from nftctl.learning.order import Order
 
 Finished = Callable[[Order, dict[str, Any]], None]
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-COMMAND = (sys.executable, "-m", "nftctl.learning.process")
+MODULE = "nftctl.learning.process"
 
 
 class Crowd:
     """Makes runs. Use as a context: whatever still runs when the block ends is ended."""
 
-    def __init__(self, jobs: int, logs: Path, command: Sequence[str] = COMMAND) -> None:
-        self._jobs, self._logs, self._command = jobs, logs, list(command)
+    def __init__(self, jobs: int, logs: Path, command: Sequence[str] = ()) -> None:
+        self._jobs, self._logs, self._command = jobs, logs, list(command) or itself.command(MODULE)
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._closed = False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
 
-from nftctl.cli.init import starter
+from nftctl.cli.init import _write_new, starter
 from nftctl.profile.load import Resolved, bundled_profiles, load_profile
 from nftctl.profile.preflight import check
 
@@ -114,3 +115,15 @@ def test_a_place_that_cannot_be(tmp_path: Path, path: str, said: str) -> None:
 def test_a_strange_name_stays_inside_its_comment(tmp_path: Path, name: str) -> None:
     assert nftctl("init", name, cwd=tmp_path).returncode == 0
     assert nftctl("validate", name, cwd=tmp_path).returncode == 0
+
+
+def test_half_a_file_does_not_stay_where_the_disk_is_full(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # no file of this process may be longer
+    try:
+        with pytest.raises(OSError, match="too large"):
+            _write_new(tmp_path / "p.toml", "x" * 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "p.toml").exists()
+    _write_new(tmp_path / "p.toml", "x" * 20)

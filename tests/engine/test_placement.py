@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from nftctl.engine.placement import _not_started, judge_node, own_code, own_logs, refuse_other_folder
+from nftctl import itself
+from nftctl.engine.placement import (
+    _not_started,
+    judge_node,
+    own_code,
+    own_logs,
+    refuse_other_folder,
+    refuse_shadowed,
+)
 from nftctl.engine.worker import Worker
 from nftctl.errors import EnvironmentUnfit
 
@@ -63,6 +71,17 @@ def test_why_ray_did_not_start_is_said_in_its_own_words(monkeypatch: pytest.Monk
     assert str(logs) in unfit.hint
     (logs / "raylet.err").write_text("[1 C] (raylet) Check failed: x Timed out waiting for file /p\n*** Stack\n")
     assert _not_started(error, None).message.endswith("; its raylet ended with: x Timed out waiting for file /p")
+
+
+def test_a_working_folder_with_another_nftctl_is_refused(tmp_path: Path) -> None:
+    refuse_shadowed(tmp_path)
+    (tmp_path / "nftctl").mkdir()
+    refuse_shadowed(tmp_path)  # a folder of somebody's, which Python does not prefer to a package
+    (tmp_path / "nftctl" / "__init__.py").touch()
+    with pytest.raises(EnvironmentUnfit, match="ranks would run the nftctl that lies in the working folder") as caught:
+        refuse_shadowed(tmp_path)
+    assert str(tmp_path / "nftctl") in caught.value.message
+    refuse_shadowed(itself.folder().parent)
 
 
 def test_ranks_that_found_another_nftctl_are_refused() -> None:

@@ -21,6 +21,7 @@ from nftctl.engine.plan import JobPlan, plan_launch, plan_resume
 from nftctl.engine.saving import Checkpoints
 from nftctl.errors import CheckpointUnusable
 from nftctl.profile.load import bundled_profiles, load_profile
+from nftctl.run.checkpoints import list_steps
 from nftctl.run.directory import RunDirectory, find_checkpoint
 from nftctl.run.disk import point_link
 from nftctl.run.manifest import read_manifest, verify, write_manifest
@@ -437,11 +438,13 @@ def test_a_stop_when_no_step_is_left_is_a_finished_run(
 ) -> None:
     """In the last step, and in the look that comes after it; before the first step there is nothing to finish."""
     stages: dict[str, str] = {}
+    saved: dict[str, int] = {}
     stop = stop_after(stage, 1)
 
     def then(method: str) -> None:
         stop(method)
         stages[method] = loop.stage()
+        saved[method] = list_steps(crashed / "checkpoints")[-1][0]
 
     plan = resume_plan(crashed, 3, *HELD_OUT)
     summary = run_job(plan, reporter, Between(world4, then))  # type: ignore[arg-type]
@@ -451,6 +454,7 @@ def test_a_stop_when_no_step_is_left_is_a_finished_run(
         "state": "finished", "reason": "", "exit_code": 0,
     }  # fmt: skip
     assert [stages[name] for name in ("build", "train", "evaluate")] == ["starting", "stepping", "ending"]
+    assert saved["evaluate"] == 3  # whoever has enough of the last look loses no step
 
 
 @pytest.mark.parametrize(

@@ -824,3 +824,12 @@ def test_preflight_knows_the_numbers_of_the_algorithm() -> None:
     assert schedule.old_share("delayed", objective.DELAYED_UNTIL + 1) > 0.0
     for steps, shift in ((20, 5.0), (10, 3.0), (1, 1.0)):
         assert objective.sigmas(steps, shift) == pytest.approx(schedule.sigmas(steps, shift)[:-1], abs=1e-7)
+
+
+def test_too_few_prompts_are_found_at_the_file_that_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("red 1\nblue 2\n")
+    file = f'data.prompt_file="{tmp_path / "few.txt"}"'
+    resolved = load_profile(bundled_profiles()["tiny_t2i_cpu"], sets=[file], env={})
+    (finding,) = [finding for finding in check(resolved) if finding.code == "prompt-file-short"]
+    assert "data.prompt_file" in str(finding.origin)
+    assert finding.help

@@ -77,7 +77,8 @@ def _short(facts: Facts) -> Iterator[Problem]:
         count = len(file.prompts)
         if file.key == "data.prompt_file" and 0 < count < rows:
             message = f"data.rows_per_step = {rows} asks for more prompts than the {count} in data.prompt_file"
-            yield Problem("data.rows_per_step", message)
+            help = "lower data.rows_per_step, or give a file with more prompts"
+            yield Problem("data.rows_per_step", message, help, against=("data.prompt_file",))
 
 
 def _duplicate(facts: Facts) -> Iterator[Problem]:
@@ -108,7 +109,7 @@ def _disk(facts: Facts) -> Iterator[Problem]:
     if count * each > free:
         message = f"up to {count:,} checkpoints of {_mib(each)} are on the disk at once, and {profile.job.run_dir} "
         help = "lower checkpoint.keep_last, raise checkpoint.keep_every, or set job.run_dir to another disk"
-        yield Problem("checkpoint.keep_last", f"{message}has {_mib(free)} free", help)
+        yield Problem("checkpoint.keep_last", f"{message}has {_mib(free)} free", help, against=("job.run_dir",))
 
 
 def _trained(facts: Facts) -> tuple[int, int]:
