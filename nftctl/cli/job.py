@@ -5,6 +5,7 @@ Everything that can be refused is refused before the engine is imported. Stdout 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -19,7 +20,7 @@ from nftctl.cli.completion import runs_folder
 from nftctl.cli.console import Console, table
 from nftctl.cli.progress import reporter_for
 from nftctl.cli.report import left_behind
-from nftctl.cli.signals import NOTHING, StopSignals
+from nftctl.cli.signals import NOTHING, TYPED, StopSignals
 from nftctl.cli.validate import every_rule, load_checked
 from nftctl.cli.view import View
 from nftctl.errors import ExitCode, Finding, NftctlError, UsageRefused
@@ -51,7 +52,7 @@ def launch(
         if plan is not None:
             _go_on(console, "launch", plan, warnings, dry_run=dry_run)
             return
-    plan = plan_launch(resolved, argv=sys.argv, note=console.say)
+    plan = plan_launch(resolved, argv=_typed(), note=console.say)
     refuse_impossible(plan.run_path)
     if not auto_resume:
         refuse_used(plan.run_path)
@@ -85,7 +86,7 @@ def _continued(console: Console, resolved: Resolved, *, dry_run: bool) -> JobPla
             return None
         run, checkpoint = find_checkpoint(str(path), path.parent)
         return plan_resume(
-            run, checkpoint, resolved, steps=resolved.profile.rl.max_steps, argv=sys.argv, note=console.say
+            run, checkpoint, resolved, steps=resolved.profile.rl.max_steps, argv=_typed(), note=console.say
         )
 
 
@@ -126,11 +127,11 @@ def resume(
         from nftctl.engine.plan import plan_again, plan_fork, plan_resume
 
         if checkpoint is None:
-            plan = plan_again(run, resolved, argv=sys.argv, note=console.say)
+            plan = plan_again(run, resolved, argv=_typed(), note=console.say)
         elif fork is None:
-            plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=sys.argv, note=console.say)
+            plan = plan_resume(run, checkpoint, resolved, steps=steps, argv=_typed(), note=console.say)
         else:
-            plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=sys.argv, note=console.say)
+            plan = plan_fork(run, checkpoint, resolved, fork, steps=steps, argv=_typed(), note=console.say)
     plan = replace(plan, restart=restart)
     if plan.parent:  # after the lock, which would make the run itself look like one that is running
         refuse_impossible(plan.run_path)
@@ -190,6 +191,12 @@ def _run(console: Console, command: str, plan: JobPlan, warnings: Sequence[Findi
     console.result(command, warnings, exit_code=code, summary=summary)
     if code:
         raise typer.Exit(code)
+
+
+def _typed() -> list[str]:
+    """The command line as a person typed it, whichever words this process was started with."""
+    typed: list[str] = json.loads(os.environ.get(TYPED, "null")) or sys.argv
+    return typed
 
 
 def left_of(run: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shlex
 import signal
@@ -28,7 +29,7 @@ import typer
 from nftctl import itself
 from nftctl.cli.completion import runs_folder
 from nftctl.cli.console import SCHEMA_VERSION, Console
-from nftctl.cli.signals import AT_ONCE, RESTARTS_LEFT, SIGNALS
+from nftctl.cli.signals import AT_ONCE, RESTARTS_LEFT, SIGNALS, TYPED
 from nftctl.errors import EnvironmentUnfit, ExitCode, NftctlError, UsageRefused
 from nftctl.profile.schema import Profile
 
@@ -262,7 +263,11 @@ class Attempts:
             itself.command("nftctl", *words, *options),
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, RESTARTS_LEFT: str(self.restarts - self.used)},
+            env={
+                **os.environ,
+                RESTARTS_LEFT: str(self.restarts - self.used),
+                TYPED: json.dumps(sys.argv),
+            },
             # Signals of a terminal or a supervisor reach this process alone, which hands on each of them once.
             process_group=0,
             preexec_fn=_end_with_parent,

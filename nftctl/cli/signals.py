@@ -24,6 +24,8 @@ WAKE = signal.SIGURG
 """Sent to the main thread alone, so that it looks up. Means nothing, and one that comes late is ignored by default."""
 RESTARTS_LEFT = "_NFTCTL_RESTARTS_LEFT"
 """Set for an attempt under `--max-restarts`: how many more may follow it. No key of a profile, so it has no section."""
+TYPED = "_NFTCTL_TYPED"
+"""Likewise: the command line as it was typed, as JSON, since an attempt is started with other words."""
 NOTHING = "nothing was saved"
 STARTING = "ending the start, a matter of seconds; press again to stop now"
 ENDING = "the last step is done: ending; press again to stop now"

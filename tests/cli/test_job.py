@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nftctl.cli import job
 from nftctl.cli.job import closing_words, left_of
+from nftctl.cli.signals import TYPED
 from nftctl.engine.plan import plan_launch
 from nftctl.profile.load import bundled_profiles, load_profile
 from nftctl.run.checkpoints import partial_folder, set_aside_newer, step_name
@@ -470,3 +474,10 @@ def test_closing_words_of_a_run_that_saved_nothing_begin_again() -> None:
     assert "nothing was saved; begin again: nftctl launch my.toml" in words
     assert "nftctl resume" not in words
     assert "inspect-checkpoint" not in words
+
+
+def test_an_attempt_remembers_the_command_that_a_person_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["nftctl", "launch", "p.toml"])
+    assert job._typed() == ["nftctl", "launch", "p.toml"]
+    monkeypatch.setenv(TYPED, json.dumps(["nftctl", "launch", "p.toml", "--max-restarts", "2"]))
+    assert job._typed()[-2:] == ["--max-restarts", "2"]

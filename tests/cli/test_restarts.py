@@ -20,7 +20,7 @@ import pytest
 from nftctl.cli import restarts
 from nftctl.cli.console import Console
 from nftctl.cli.restarts import Attempts
-from nftctl.cli.signals import RESTARTS_LEFT
+from nftctl.cli.signals import RESTARTS_LEFT, TYPED
 from nftctl.engine import cluster
 from nftctl.engine.lost import RanksLost, noted, read_loss
 from nftctl.errors import EnvironmentUnfit, TrainingFailed
@@ -188,6 +188,7 @@ def test_an_attempt_knows_how_many_may_follow(tmp_path: Path, monkeypatch: pytes
 
         def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
             found.append(env[RESTARTS_LEFT])
+            assert json.loads(env[TYPED]) == sys.argv
 
         def communicate(self) -> tuple[str, None]:
             return "", None
