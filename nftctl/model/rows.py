@@ -1,7 +1,8 @@
 """What lies between two products of a layer, row by row: norms and gates of FP8 rollouts, and the end of attention.
 
 On a GPU each is one kernel that reads a row once; the compiler makes several of it, or reads it twice. Elsewhere, and
-where gradients are wanted, the same sums in plain torch. Owns how a row is rounded to e4m3. Nothing here has a backward. Refuses nothing.
+where gradients are wanted, the same sums in plain torch. Owns how a row is rounded to e4m3. Nothing here has a
+backward. Refuses nothing.
 """
 
 from __future__ import annotations
